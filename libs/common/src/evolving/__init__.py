@@ -1,0 +1,1 @@
+"""Evolving Infra: what every service shares."""

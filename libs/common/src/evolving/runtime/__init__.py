@@ -1,0 +1,1 @@
+"""The async shell every service shares."""

@@ -1,0 +1,1 @@
+"""Between core types and protobuf messages."""

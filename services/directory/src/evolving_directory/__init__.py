@@ -1,0 +1,1 @@
+"""Evolving Infra directory: where KV is and which branches need it."""

@@ -1,0 +1,1 @@
+"""Evolving Infra gateway: the client API, routing and hand-off."""

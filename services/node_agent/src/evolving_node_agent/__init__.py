@@ -1,0 +1,1 @@
+"""Evolving Infra node agent: one engine and its node."""

@@ -1,0 +1,1 @@
+"""The symmetric SGLang engine."""

@@ -1,0 +1,1 @@
+"""Evolving Infra planner: owns the split of prefill and decode nodes."""
