@@ -24,21 +24,21 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65volving/v1/common.proto\x12\x0b\x65volving.v1\"a\n\x0e\x42ranchMetadata\x12\x11\n\tbranch_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x18\n\x10parent_branch_id\x18\x03 \x01(\t\x12\x11\n\tend_after\x18\x04 \x01(\x08\"\xdb\x02\n\x06\x42ranch\x12\x11\n\tbranch_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\r\x12\x18\n\x10parent_branch_id\x18\x04 \x01(\t\x12\'\n\x05state\x18\x05 \x01(\x0e\x32\x18.evolving.v1.BranchState\x12\x15\n\rprompt_blocks\x18\x06 \x01(\r\x12\x15\n\routput_blocks\x18\x07 \x01(\r\x12\x0e\n\x06idle_s\x18\x08 \x01(\x01\x12\x18\n\x10running_requests\x18\t \x01(\r\x12 \n\x05homes\x18\n \x03(\x0b\x32\x11.evolving.v1.Home\x12(\n\x06\x63ounts\x18\x0b \x01(\x0b\x32\x18.evolving.v1.BlockCounts\x12\x1c\n\x14unannounced_rewrites\x18\x0c \x01(\r\x12\x18\n\x10\x63hild_branch_ids\x18\r \x03(\t\"_\n\x04Home\x12!\n\x05phase\x18\x01 \x01(\x0e\x32\x12.evolving.v1.Phase\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x0e\n\x06\x62locks\x18\x04 \x01(\r\"k\n\x0b\x42lockCounts\x12\x13\n\x0bheld_blocks\x18\x01 \x01(\r\x12\x15\n\rshared_blocks\x18\x02 \x01(\r\x12\x13\n\x0bzero_blocks\x18\x03 \x01(\r\x12\x1b\n\x13\x64ropped_zero_blocks\x18\x04 \x01(\r*C\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n\rPHASE_PREFILL\x10\x01\x12\x10\n\x0cPHASE_DECODE\x10\x02*b\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x0e\n\nROLE_MIXED\x10\x03\x12\x11\n\rROLE_DRAINING\x10\x04*6\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0b\n\x07TIER_L1\x10\x01\x12\x0b\n\x07TIER_L2\x10\x02*t\n\x0b\x42ranchState\x12\x1c\n\x18\x42RANCH_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x42RANCH_STATE_LIVE\x10\x01\x12\x16\n\x12\x42RANCH_STATE_ENDED\x10\x02\x12\x18\n\x14\x42RANCH_STATE_EXPIRED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65volving/v1/common.proto\x12\x0b\x65volving.v1\"a\n\x0e\x42ranchMetadata\x12\x11\n\tbranch_id\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\r\x12\x18\n\x10parent_branch_id\x18\x03 \x01(\t\x12\x11\n\tend_after\x18\x04 \x01(\x08\"\xdb\x02\n\x06\x42ranch\x12\x11\n\tbranch_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\r\x12\x18\n\x10parent_branch_id\x18\x04 \x01(\t\x12\'\n\x05state\x18\x05 \x01(\x0e\x32\x18.evolving.v1.BranchState\x12\x15\n\rprompt_blocks\x18\x06 \x01(\r\x12\x15\n\routput_blocks\x18\x07 \x01(\r\x12\x0e\n\x06idle_s\x18\x08 \x01(\x01\x12\x18\n\x10running_requests\x18\t \x01(\r\x12 \n\x05homes\x18\n \x03(\x0b\x32\x11.evolving.v1.Home\x12(\n\x06\x63ounts\x18\x0b \x01(\x0b\x32\x18.evolving.v1.BlockCounts\x12\x1c\n\x14unannounced_rewrites\x18\x0c \x01(\r\x12\x18\n\x10\x63hild_branch_ids\x18\r \x03(\t\"_\n\x04Home\x12!\n\x05phase\x18\x01 \x01(\x0e\x32\x12.evolving.v1.Phase\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x0e\n\x06\x62locks\x18\x04 \x01(\r\"N\n\x0b\x42lockCounts\x12\x13\n\x0bheld_blocks\x18\x01 \x01(\r\x12\x15\n\rshared_blocks\x18\x02 \x01(\r\x12\x13\n\x0bzero_blocks\x18\x03 \x01(\r*C\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n\rPHASE_PREFILL\x10\x01\x12\x10\n\x0cPHASE_DECODE\x10\x02*b\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cROLE_PREFILL\x10\x01\x12\x0f\n\x0bROLE_DECODE\x10\x02\x12\x0e\n\nROLE_MIXED\x10\x03\x12\x11\n\rROLE_DRAINING\x10\x04*6\n\x04Tier\x12\x14\n\x10TIER_UNSPECIFIED\x10\x00\x12\x0b\n\x07TIER_L1\x10\x01\x12\x0b\n\x07TIER_L2\x10\x02*t\n\x0b\x42ranchState\x12\x1c\n\x18\x42RANCH_STATE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x42RANCH_STATE_LIVE\x10\x01\x12\x16\n\x12\x42RANCH_STATE_ENDED\x10\x02\x12\x18\n\x14\x42RANCH_STATE_EXPIRED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'evolving.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PHASE']._serialized_start=696
-  _globals['_PHASE']._serialized_end=763
-  _globals['_ROLE']._serialized_start=765
-  _globals['_ROLE']._serialized_end=863
-  _globals['_TIER']._serialized_start=865
-  _globals['_TIER']._serialized_end=919
-  _globals['_BRANCHSTATE']._serialized_start=921
-  _globals['_BRANCHSTATE']._serialized_end=1037
+  _globals['_PHASE']._serialized_start=667
+  _globals['_PHASE']._serialized_end=734
+  _globals['_ROLE']._serialized_start=736
+  _globals['_ROLE']._serialized_end=834
+  _globals['_TIER']._serialized_start=836
+  _globals['_TIER']._serialized_end=890
+  _globals['_BRANCHSTATE']._serialized_start=892
+  _globals['_BRANCHSTATE']._serialized_end=1008
   _globals['_BRANCHMETADATA']._serialized_start=41
   _globals['_BRANCHMETADATA']._serialized_end=138
   _globals['_BRANCH']._serialized_start=141
@@ -46,5 +46,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HOME']._serialized_start=490
   _globals['_HOME']._serialized_end=585
   _globals['_BLOCKCOUNTS']._serialized_start=587
-  _globals['_BLOCKCOUNTS']._serialized_end=694
+  _globals['_BLOCKCOUNTS']._serialized_end=665
 # @@protoc_insertion_point(module_scope)

@@ -257,26 +257,22 @@ class BlockCounts(_message.Message):
     HELD_BLOCKS_FIELD_NUMBER: _builtins.int
     SHARED_BLOCKS_FIELD_NUMBER: _builtins.int
     ZERO_BLOCKS_FIELD_NUMBER: _builtins.int
-    DROPPED_ZERO_BLOCKS_FIELD_NUMBER: _builtins.int
     held_blocks: _builtins.int
     """Counted by one branch or more."""
     shared_blocks: _builtins.int
     """Counted by two branches or more."""
     zero_blocks: _builtins.int
     """Kept somewhere and counted by none: evicted first."""
-    dropped_zero_blocks: _builtins.int
-    """Blocks that the last rewrite or end of this branch dropped and that are still kept somewhere, by that measure."""
     def __init__(
         self,
         *,
         held_blocks: _builtins.int = ...,
         shared_blocks: _builtins.int = ...,
         zero_blocks: _builtins.int = ...,
-        dropped_zero_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_zero_blocks", b"dropped_zero_blocks", "held_blocks", b"held_blocks", "shared_blocks", b"shared_blocks", "zero_blocks", b"zero_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_blocks", b"held_blocks", "shared_blocks", b"shared_blocks", "zero_blocks", b"zero_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
