@@ -1,0 +1,155 @@
+"""What lies where in etcd, and the JSON records under those keys.
+
+Layout, below `{prefix}/{partition}/`:
+
+    nodes/{node_id}              NodeRegistration, under the node agent's lease
+    split                        Split, written by the leading planner only, fenced by its leader key
+    leaders/{role}               the leader's advertised address (bytes), under its lease
+    model                        the fitted time model, the planner's JSON
+    services/{kind}/{instance}   ServiceRegistration, under the service's lease; kind: gateway, directory, planner
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+Role = Literal["prefill", "decode", "mixed", "draining"]
+ServiceKind = Literal["gateway", "directory", "planner"]
+
+_Text = Annotated[str, Field(min_length=1)]
+_Count = Annotated[int, Field(ge=0)]
+_Positive = Annotated[int, Field(ge=1)]
+_Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class BadRecord(Exception):
+    """A value in etcd is not the record its key promises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Key names of one partition. Ids must not contain '/'."""
+
+    prefix: str = "/evolving"
+    partition: str = "p0"
+
+    @property
+    def root(self) -> str:
+        """`{prefix}/{partition}`, without a trailing slash."""
+        return f"{self.prefix.rstrip('/')}/{self.partition}"
+
+    @property
+    def nodes(self) -> str:
+        """Prefix of every node's registration."""
+        return f"{self.root}/nodes/"
+
+    def node(self, node_id: str) -> str:
+        """One node's registration."""
+        return self.nodes + _part(node_id)
+
+    @property
+    def split(self) -> str:
+        """The split in force."""
+        return f"{self.root}/split"
+
+    @property
+    def model(self) -> str:
+        """The fitted time model."""
+        return f"{self.root}/model"
+
+    def leader(self, role: str) -> str:
+        """The election key of a role, such as "planner" or "directory"."""
+        return f"{self.root}/leaders/{_part(role)}"
+
+    def services(self, kind: ServiceKind) -> str:
+        """Prefix of every instance of a kind of service."""
+        return f"{self.root}/services/{kind}/"
+
+    def service(self, kind: ServiceKind, instance: str) -> str:
+        """One instance's registration."""
+        return self.services(kind) + _part(instance)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRegistration:
+    """A node that can serve: where its agent is, and facts of its engine fixed for one incarnation.
+
+    Coefficients are the configured time model of the node (the paper, Eq. 1 and 2), seconds per unit:
+    T_P = c0 + c1*t_uc + c2*A + c3*t_rst + c4*t_c and T_D(B) = d0 + d1*phi(B) + d2*B + d3*context.
+    """
+
+    node_id: _Text
+    incarnation: _Text  # new at every start of the engine
+    address: _Text  # host:port of the agent's gRPC
+    model: _Text
+    kv_format: str  # equal strings may exchange KV
+    block_tokens: _Positive
+    vocab_size: _Positive
+    max_prompt_tokens: _Positive
+    max_context_tokens: _Positive
+    l1_tokens: _Count
+    l2_tokens: _Count
+    decode_slots: _Positive
+    chunk_tokens: _Positive
+    transfer_address: str  # host:port decode legs pull from
+    pool_address: str  # host:port peers read this node's L2 through
+    prefill_coefficients: tuple[_Coefficient, _Coefficient, _Coefficient, _Coefficient, _Coefficient]  # c0..c4
+    decode_coefficients: tuple[_Coefficient, _Coefficient, _Coefficient, _Coefficient]  # d0..d3
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The role of each node. The effective split is this one restricted to live nodes."""
+
+    epoch: _Count  # only grows
+    roles: dict[str, Role]  # by node_id; a live node not listed is "mixed"
+    reason: str
+    author: str  # who decided: "planner", "operator:<name>", "bootstrap"
+    written_wall_s: float  # unix seconds
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceRegistration:
+    """A running instance of a service."""
+
+    kind: ServiceKind
+    instance: _Text  # unique among instances of the kind
+    address: _Text  # host:port of its gRPC, as others reach it
+    version: str
+    started_wall_s: float  # unix seconds
+
+
+Record = TypeVar("Record", NodeRegistration, Split, ServiceRegistration)
+
+
+def encode(record: NodeRegistration | Split | ServiceRegistration) -> bytes:
+    """The record as JSON, UTF-8."""
+    return _adapter(type(record)).dump_json(record)
+
+
+def decode(kind: type[Record], value: bytes) -> Record:
+    """The record in `value`. Fields it does not know are ignored, so that versions can run side by side.
+
+    Raises BadRecord with the field at fault.
+    """
+    try:
+        record: Record = _adapter(kind).validate_json(value, strict=False)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "value"
+        raise BadRecord(f"not a {kind.__name__}: {where}: {first['msg']}") from error
+    return record
+
+
+@cache
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _part(name: str) -> str:
+    assert name and "/" not in name, f"not a key part: {name!r}"
+    return name
