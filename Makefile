@@ -1,0 +1,79 @@
+# The commands of the project; `make help` lists them. Everything they need, they install into .venv.
+.DEFAULT_GOAL := help
+.PHONY: help setup model demo up down status logs lint test gen pin proto-baseline clean
+
+PYTHON ?= python3
+BIN := .venv/bin
+SERVICES := gateway planner directory node_agent
+MODEL := build/models/smollm2-135m-instruct
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+help: ## list the commands
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: .venv/.ready ## install everything into .venv
+
+.venv/.ready: constraints.txt Makefile deploy/setup/debian.sh $(wildcard libs/*/pyproject.toml services/*/pyproject.toml)
+	@deploy/setup/debian.sh
+	@echo "setup: creating .venv and installing about 3.5 GB of packages (torch, SGLang, Mooncake and ours): 2 to 10 minutes"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "setup: Python 3.11 or newer is needed; say which with make PYTHON=python3.11" >&2; exit 1; }
+	@$(BIN)/pip install -q -c constraints.txt setuptools wheel
+	@$(BIN)/pip install -q -c constraints.txt torch==2.13.0
+	@$(BIN)/pip install -q --no-deps -c constraints.txt sglang torchvision
+	@$(BIN)/pip install -q --no-build-isolation -c constraints.txt -e libs/common -e libs/client \
+	  $(foreach service,$(filter-out node_agent,$(SERVICES)),-e services/$(service)) -e 'services/node_agent[sglang]' \
+	  -r deploy/setup/dev-requirements.txt
+	@touch $@
+
+.venv-gen/.ready: protos/gen-requirements.txt
+	@test -x .venv-gen/bin/python || $(PYTHON) -m venv .venv-gen
+	@.venv-gen/bin/pip install -q -r protos/gen-requirements.txt
+	@touch $@
+
+model: $(MODEL)/.ready ## fetch the small model and convert it
+
+$(MODEL)/.ready: .venv/.ready deploy/model/prepare.py
+	@$(BIN)/python deploy/model/prepare.py --out $(MODEL)
+	@touch $@
+
+demo: $(MODEL)/.ready ## play an agent's session on a cluster of three nodes (KEEP=1 leaves it running)
+	@$(BIN)/python deploy/local/demo.py $(if $(KEEP),--keep)
+
+up: $(MODEL)/.ready ## start etcd, the four services and three nodes on this machine
+	@$(BIN)/python deploy/local/cluster.py up
+
+down: ## stop them
+	@$(BIN)/python deploy/local/cluster.py down
+
+status: ## show them
+	@$(BIN)/python deploy/local/cluster.py status
+
+logs: ## follow their logs
+	@$(BIN)/python deploy/local/cluster.py logs
+
+lint: .venv/.ready .venv-gen/.ready ## formatting, types, import rules, protos
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache
+	@.venv-gen/bin/buf lint protos
+	@.venv-gen/bin/buf breaking protos --against protos/baseline.binpb
+	@rm -rf build/gen && protos/gen.sh build/gen 2>/dev/null && \
+	  for f in $$(cd build/gen && find . -name '*_pb2*'); do cmp -s build/gen/$$f libs/common/src/$$f || \
+	  { echo "lint: $$f is stale: run make gen" >&2; exit 1; }; done
+
+test: $(MODEL)/.ready ## every test, real engines included
+	@$(BIN)/pytest -q $(ARGS)
+
+gen: .venv-gen/.ready ## write the stubs anew
+	@protos/gen.sh
+
+proto-baseline: .venv-gen/.ready ## take the present public API as the one not to break
+	@.venv-gen/bin/buf build protos -o protos/baseline.binpb
+
+pin: .venv/.ready ## write what is installed to constraints.txt
+	@{ head -1 constraints.txt; $(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//'; } > build/constraints.txt && mv build/constraints.txt constraints.txt
+
+clean: ## remove what was built (not .venv)
+	rm -rf build
