@@ -1,0 +1,325 @@
+"""Where a request goes: equation 7 for prefill, room for decode. Pure: candidates are scored, then one is picked.
+
+A decision keeps every candidate with its terms, so that a log line or a test can say why.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
+from evolving.core.work import PrefillWork, queue_service_s, service_s
+
+
+class Role(enum.StrEnum):
+    """The phase a node is assigned; it decides what is sent there, never what the node can do."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingConfig:
+    """How routing reckons. Out-of-range values raise ValueError."""
+
+    prefill: PrefillCoefficients  # equation 1, for nodes without coefficients of their own
+    decode: DecodeCoefficients  # equation 2, likewise
+    kv_bytes_per_token: float  # bytes of KV of one token, all layers
+    fetch_bytes_per_s: float  # what one fetch from peers' host memory reaches
+    fetch_fixed_s: float = 0.001  # a fetch's cost before its first byte, seconds
+    tie_share: float = 0.05  # nodes within this share of the best predicted time tie (paper, section 4.4)
+    requote_floor_s: float = 0.2  # a wait may exceed its quote by this many seconds …
+    requote_share: float = 0.25  # … or by this share of it, before the node asks to choose again
+
+    def __post_init__(self) -> None:
+        positive = {"kv_bytes_per_token": self.kv_bytes_per_token, "fetch_bytes_per_s": self.fetch_bytes_per_s}
+        for name, value in positive.items():
+            if not math.isfinite(value) or value <= 0:
+                raise ValueError(f"{name} must be finite and positive, got {value}")
+        for name, value in {
+            "fetch_fixed_s": self.fetch_fixed_s,
+            "tie_share": self.tie_share,
+            "requote_floor_s": self.requote_floor_s,
+            "requote_share": self.requote_share,
+        }.items():
+            if not math.isfinite(value) or value < 0:
+                raise ValueError(f"{name} must be finite and >= 0, got {value}")
+
+
+def exceeds_quote(wait_s: float, quoted_wait_s: float, config: RoutingConfig) -> bool:
+    """Whether a node's true wait is so far above what a gateway reckoned with that it should choose again."""
+    return wait_s - quoted_wait_s > max(config.requote_floor_s, config.requote_share * quoted_wait_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The prompt to route."""
+
+    request_id: str
+    tokens: int  # prompt, and output of earlier attempts
+    block_tokens: int
+    pool_blocks: int = 0  # leading blocks that have a copy on some node
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillNode:
+    """What a gateway knows of a node that could prefill."""
+
+    node_id: str
+    role: Role
+    ready: bool  # its engine serves and its lease lives
+    wait_s: float  # W_n as the node last said
+    new_tokens_per_iteration: float  # ū; the chunk size where nothing was observed
+    unacknowledged: Sequence[PrefillWork] = ()  # sent by this gateway and not yet in wait_s
+    l1_blocks: int = 0  # leading blocks of the prompt in device memory
+    any_blocks: int = 0  # leading blocks in device or host memory
+    coefficients: PrefillCoefficients | None = None  # None: the configured ones
+    excluded: str = ""  # why this request must not go there (it just failed there); empty: it may
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillScore:
+    """One candidate with the terms of equation 7, seconds."""
+
+    node_id: str
+    eligible: bool
+    reason: str
+    wait_s: float = 0.0  # W_n, this gateway's unacknowledged sends added
+    fetch_s: float = 0.0  # F_n
+    service_s: float = 0.0  # S_n
+    duplicate_s: float = 0.0  # dup_n
+    cached_tokens: int = 0  # prompt tokens expected to be reused here
+    fetched_blocks: int = 0  # of them, blocks to bring from peers, from block any_blocks on
+    work: PrefillWork = PrefillWork(0)
+
+    @property
+    def total_s(self) -> float:
+        """T̂_n = max(W_n, F_n) + S_n + dup_n: predicted time to first token (equation 7)."""
+        return max(self.wait_s, self.fetch_s) + self.service_s + self.duplicate_s
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDecision:
+    """The node chosen for prefill; None when no node can take the request."""
+
+    chosen: PrefillScore | None
+    candidates: tuple[PrefillScore, ...]
+    reason: str
+
+
+def choose_prefill(context: Context, nodes: Iterable[PrefillNode], config: RoutingConfig) -> PrefillDecision:
+    """Pick the prefill node with the least predicted time to first token (equation 7).
+
+    Nodes of the PREFILL or MIXED role are candidates; where none of them can serve, any other live node that isn't
+    draining is. Nodes within `tie_share` of the best tie, and a hash of request and node breaks the tie, so that
+    several gateways with the same picture do not all choose the same node.
+
+    dup_n, the recompute expected from evicting to make room for duplicate copies, is not derived yet and is 0.
+    """
+    nodes = sorted(nodes, key=lambda node: node.node_id)
+    serving, borrowed = _eligible_ids(((n.node_id, n.role, n.ready, n.excluded) for n in nodes), Role.PREFILL)
+    scores = tuple(
+        score_prefill(context, node, config)
+        if node.node_id in serving
+        else PrefillScore(node.node_id, False, _why_not(node.role, node.ready, node.excluded))
+        for node in nodes
+    )
+    eligible = [score for score in scores if score.eligible]
+    if not eligible:
+        return PrefillDecision(None, scores, "no live node can prefill")
+    best_s = min(score.total_s for score in eligible)
+    tied = [score for score in eligible if score.total_s <= best_s * (1.0 + config.tie_share)]
+    chosen = min(tied, key=lambda score: _tie_key(context.request_id, score.node_id))
+    reason = "least predicted time to first token" if len(tied) == 1 else f"hash among {len(tied)} that tie"
+    if borrowed:
+        reason += "; no node has the phase, one of the other serves it"
+    return PrefillDecision(chosen, scores, reason)
+
+
+def score_prefill(context: Context, node: PrefillNode, config: RoutingConfig) -> PrefillScore:
+    """The terms of equation 7 for one node, with or without a fetch from peers, whichever is sooner."""
+    coefficients = node.coefficients or config.prefill
+    unacknowledged_s = queue_service_s(node.unacknowledged, coefficients, node.new_tokens_per_iteration)
+    wait_s = node.wait_s + unacknowledged_s
+
+    def scored(fetched_blocks: int, reason: str) -> PrefillScore:
+        work = prefill_work(context, node.l1_blocks, node.any_blocks + fetched_blocks)
+        return PrefillScore(
+            node.node_id,
+            True,
+            reason,
+            wait_s=wait_s,
+            fetch_s=fetch_s(fetched_blocks * context.block_tokens, config),
+            service_s=service_s(work, coefficients, node.new_tokens_per_iteration),
+            cached_tokens=work.cached_tokens,
+            fetched_blocks=fetched_blocks,
+            work=work,
+        )
+
+    alone = scored(0, "own copies")
+    missing_blocks = max(0, context.pool_blocks - node.any_blocks)
+    if missing_blocks == 0:
+        return alone
+    fetching = scored(missing_blocks, "fetches from peers")
+    return fetching if fetching.total_s < alone.total_s else alone
+
+
+def prefill_work(context: Context, l1_blocks: int, cached_blocks: int) -> PrefillWork:
+    """Work of a prompt whose first `cached_blocks` blocks are reused, of which `l1_blocks` need no restoring.
+
+    The last token is always computed: its logits give the first output token.
+    """
+    cached = min(cached_blocks * context.block_tokens, max(0, context.tokens - 1))
+    in_l1 = min(l1_blocks * context.block_tokens, cached)
+    return PrefillWork(context.tokens - cached, cached, cached - in_l1)
+
+
+def fetch_s(tokens: int, config: RoutingConfig) -> float:
+    """F_n: seconds to bring the KV of `tokens` from peers' host memory into the node's own."""
+    if tokens == 0:
+        return 0.0
+    return config.fetch_fixed_s + tokens * config.kv_bytes_per_token / config.fetch_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeNode:
+    """What a gateway knows of a node that could decode."""
+
+    node_id: str
+    role: Role
+    ready: bool
+    slots_free: int  # requests it could take now, the gateway's own unacknowledged ones taken off
+    decoding: int  # B
+    context_tokens: int  # summed over its batch
+    coefficients: DecodeCoefficients | None = None  # None: the configured ones
+    excluded: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeScore:
+    """One candidate for decode."""
+
+    node_id: str
+    eligible: bool
+    reason: str
+    slots_free: int = 0
+    iteration_s: float = 0.0  # T_D(B + 1) with this request in the batch
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeDecision:
+    """The node chosen for decode; None when no node can take the request."""
+
+    chosen: DecodeScore | None
+    candidates: tuple[DecodeScore, ...]
+    reason: str
+
+
+def choose_decode(context: Context, nodes: Iterable[DecodeNode], config: RoutingConfig) -> DecodeDecision:
+    """Pick the decode node with the most free slots, then the least T_D(B + 1), then by hash.
+
+    A full node stays a candidate: the KV waits on the prefill node until it has room. Nodes of the DECODE or MIXED
+    role are candidates; where none of them can serve, any other live node that isn't draining is.
+    """
+    nodes = sorted(nodes, key=lambda node: node.node_id)
+    serving, borrowed = _eligible_ids(((n.node_id, n.role, n.ready, n.excluded) for n in nodes), Role.DECODE)
+    scores = []
+    for node in nodes:
+        if node.node_id not in serving:
+            scores.append(DecodeScore(node.node_id, False, _why_not(node.role, node.ready, node.excluded)))
+            continue
+        coefficients = node.coefficients or config.decode
+        iteration_s = coefficients.decode_iteration_s(node.decoding + 1, node.context_tokens + context.tokens)
+        reason = "has room" if node.slots_free > 0 else "full"
+        scores.append(DecodeScore(node.node_id, True, reason, node.slots_free, iteration_s))
+    eligible = [score for score in scores if score.eligible]
+    if not eligible:
+        return DecodeDecision(None, tuple(scores), "no live node can decode")
+    chosen = min(
+        eligible,
+        key=lambda score: (-score.slots_free, score.iteration_s, _tie_key(context.request_id, score.node_id)),
+    )
+    reason = "most room, then the shortest iteration"
+    if borrowed:
+        reason += "; no node has the phase, one of the other serves it"
+    return DecodeDecision(chosen, tuple(scores), reason)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldRun:
+    """Blocks [first_block, first_block + blocks) of a context and the nodes whose host memory holds them."""
+
+    first_block: int
+    blocks: int
+    node_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HolderHint:
+    """Fetch blocks [first_block, first_block + blocks) from this node."""
+
+    node_id: str
+    first_block: int
+    blocks: int
+
+
+def holder_hints(
+    runs: Sequence[HeldRun], target_node_id: str, first_block: int, end_block: int, load_s: Mapping[str, float]
+) -> tuple[HolderHint, ...]:
+    """Who brings blocks [first_block, end_block) to the target: as few holders as can be, then the least loaded.
+
+    From the first missing block on, take the holder that reaches furthest without a gap (equal reach: the least
+    `load_s`), and go on from where it ends. Fetching stops at a block that nobody else holds. `runs` are in order and
+    do not overlap. Only nodes in `load_s` are named: the others are not live.
+    """
+    hints: list[HolderHint] = []
+    at = first_block
+    while at < end_block:
+        reach = _reach(runs, target_node_id, at, end_block)
+        reach = {node_id: end for node_id, end in reach.items() if node_id in load_s}
+        if not reach:
+            break
+        node_id = min(reach, key=lambda name: (-reach[name], load_s[name], name))
+        hints.append(HolderHint(node_id, at, reach[node_id] - at))
+        at = reach[node_id]
+    return tuple(hints)
+
+
+def _reach(runs: Sequence[HeldRun], target_node_id: str, at: int, end_block: int) -> dict[str, int]:
+    """Per node, the block up to which it holds everything from block `at` on; nodes that lack `at` are left out."""
+    reach: dict[str, int] = {}
+    for run in runs:
+        run_end = min(run.first_block + run.blocks, end_block)
+        if run_end <= at:
+            continue
+        for node_id in run.node_ids:
+            starts_here = run.first_block <= at
+            continues = reach.get(node_id) == run.first_block
+            if node_id != target_node_id and (starts_here or continues):
+                reach[node_id] = run_end
+    return reach
+
+
+def _eligible_ids(nodes: Iterable[tuple[str, Role, bool, str]], phase: Role) -> tuple[set[str], bool]:
+    """Ids that may serve `phase`, and whether they had to be borrowed from the other one."""
+    live = [(node_id, role) for node_id, role, ready, excluded in nodes if ready and not excluded]
+    with_phase = {node_id for node_id, role in live if role in (phase, Role.MIXED)}
+    if with_phase:
+        return with_phase, False
+    return {node_id for node_id, role in live if role is not Role.DRAINING}, True
+
+
+def _why_not(role: Role, ready: bool, excluded: str) -> str:
+    if excluded:
+        return excluded
+    return f"role {role.value}" if ready else "not ready"
+
+
+def _tie_key(request_id: str, node_id: str) -> bytes:
+    return hashlib.blake2b(f"{request_id}\x00{node_id}".encode(), digest_size=8).digest()

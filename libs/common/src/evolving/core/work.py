@@ -1,0 +1,91 @@
+"""The work of requests (paper, section 4.2) and the time a node needs for it.
+
+`S`, the service time of one request, is linear in its work, so a queue's time is a sum plus one fixed part. All
+functions are pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from evolving.core.timemodel import PrefillCoefficients, PrefillSums
+
+
+def query_key_pairs(uncached_tokens: int, cached_tokens: int) -> float:
+    """A = t_uc·t_c + t_uc·(t_uc + 1)/2: pairs of query and key that causal attention visits for one request."""
+    return uncached_tokens * cached_tokens + uncached_tokens * (uncached_tokens + 1) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillWork:
+    """Prefill work of one request, or of what is left of it."""
+
+    uncached_tokens: int  # t_uc
+    cached_tokens: int = 0  # t_c: prefix whose KV is reused
+    restored_tokens: int = 0  # t_rst: of the cached ones, those read from host memory
+
+    def __post_init__(self) -> None:
+        if min(self.uncached_tokens, self.cached_tokens, self.restored_tokens) < 0:
+            raise ValueError(f"work must not be negative: {self}")
+
+    @property
+    def query_key_pairs(self) -> float:
+        """A of this request."""
+        return query_key_pairs(self.uncached_tokens, self.cached_tokens)
+
+
+def sum_work(works: Iterable[PrefillWork]) -> PrefillSums:
+    """Σt_uc, ΣA, Σt_rst and Σt_c over requests; A is summed per request."""
+    uncached, pairs, restored, cached = 0, 0.0, 0, 0
+    for work in works:
+        uncached += work.uncached_tokens
+        pairs += work.query_key_pairs
+        restored += work.restored_tokens
+        cached += work.cached_tokens
+    return PrefillSums(uncached, pairs, restored, cached)
+
+
+def service_s(work: PrefillWork, coefficients: PrefillCoefficients, new_tokens_per_iteration: float) -> float:
+    """S = c0·t_uc/ū + c1·t_uc + c2·A + c3·t_rst + c4·t_c, seconds.
+
+    `new_tokens_per_iteration` is ū, the mean of new tokens a prefill iteration of this node computes; where nothing
+    was observed yet, the chunk size. Raises ValueError unless it is positive.
+    """
+    if new_tokens_per_iteration <= 0:
+        raise ValueError(f"new tokens per iteration must be positive, got {new_tokens_per_iteration}")
+    fixed_s = coefficients.c0_s * work.uncached_tokens / new_tokens_per_iteration
+    return fixed_s + coefficients.marginal_s(sum_work((work,)))
+
+
+def queue_service_s(
+    works: Iterable[PrefillWork], coefficients: PrefillCoefficients, new_tokens_per_iteration: float
+) -> float:
+    """Service of a queue, seconds: the fixed part is c0·max(1, Σt_uc/ū), since short requests share iterations.
+
+    0 for an empty queue. Raises ValueError unless `new_tokens_per_iteration` is positive.
+    """
+    if new_tokens_per_iteration <= 0:
+        raise ValueError(f"new tokens per iteration must be positive, got {new_tokens_per_iteration}")
+    works = tuple(works)
+    if not works:
+        return 0.0
+    sums = sum_work(works)
+    iterations = max(1.0, sums.uncached_tokens / new_tokens_per_iteration)
+    return coefficients.c0_s * iterations + coefficients.marginal_s(sums)
+
+
+def node_wait_s(
+    running: Iterable[PrefillWork],
+    queued: Iterable[PrefillWork],
+    coefficients: PrefillCoefficients,
+    new_tokens_per_iteration: float,
+) -> float:
+    """W_n: seconds until a request queued now would be taken (the first two terms of equation 7).
+
+    The remaining time of the running batch plus the service of the queue. `running` holds, per prefilling request,
+    what is left of it: tokens still to compute, and those already computed or reused as cached.
+    """
+    return queue_service_s(running, coefficients, new_tokens_per_iteration) + queue_service_s(
+        queued, coefficients, new_tokens_per_iteration
+    )
