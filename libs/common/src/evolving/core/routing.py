@@ -96,7 +96,7 @@ class PrefillScore:
     duplicate_s: float = 0.0  # dup_n
     cached_tokens: int = 0  # prompt tokens expected to be reused here
     fetched_blocks: int = 0  # of them, blocks to bring from peers, from block any_blocks on
-    work: PrefillWork = PrefillWork(0)
+    work: PrefillWork | None = None  # what the service time was reckoned with; None where not eligible
 
     @property
     def total_s(self) -> float:
