@@ -1,0 +1,301 @@
+"""The rules of the split: shapes, fewest moves, operators' proposals, and nodes that come and go."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import pytest
+from evolving.core.planner import (
+    Decision,
+    DecisionKind,
+    EpochChanged,
+    Split,
+    SplitRefused,
+    SplitShape,
+    assign,
+    check_roles,
+    default_shape,
+    effective_roles,
+    follow_membership,
+    parse_role,
+    propose_changes,
+    propose_shape,
+    role_text,
+)
+from evolving.core.terms import Role
+from hypothesis import given
+from hypothesis import strategies as st
+
+P, D, M, X = Role.PREFILL, Role.DECODE, Role.MIXED, Role.DRAINING
+NODES = tuple(f"n{i}" for i in range(6))
+
+
+def split_of(epoch: int = 5, **roles: Role) -> Split:
+    return Split(epoch=epoch, roles=roles)
+
+
+def shape_of(roles: Mapping[str, Role]) -> tuple[int, int]:
+    values = list(roles.values())
+    return values.count(P), values.count(D)
+
+
+def by_shape(split: Split, live: set[str], text: str, expected_epoch: int = 0) -> Decision:
+    shape = SplitShape.parse(text)
+    return propose_shape(
+        split,
+        live,
+        shape,
+        expected_epoch=expected_epoch,
+        reason="",
+        author="ops",
+        now_s=7.0,
+    )
+
+
+def by_node(split: Split, live: set[str], expected_epoch: int = 0, **changes: Role) -> Decision:
+    return propose_changes(
+        split,
+        live,
+        changes,
+        expected_epoch=expected_epoch,
+        reason="",
+        author="ops",
+        prefill_share=0.5,
+        now_s=7.0,
+    )
+
+
+def follow(split: Split, live: set[str], initial: str | None = None, prefill_share: float = 0.5) -> Decision | None:
+    shape = SplitShape.parse(initial) if initial else None
+    return follow_membership(
+        split,
+        live,
+        initial=shape,
+        prefill_share=prefill_share,
+        author="planner",
+        now_s=7.0,
+    )
+
+
+def test_a_shape_is_written_as_in_the_paper() -> None:
+    assert SplitShape.parse("4P5D") == SplitShape(4, 5)
+    assert str(SplitShape(4, 5)) == "4P5D"
+    assert SplitShape.parse(" 2p1d ") == SplitShape(2, 1)
+
+
+@pytest.mark.parametrize("text", ["", "2P", "P1D", "2P1D1D", "-1P2D", "2.5P1D", "1P0D", "0P3D", "9999999P1D"])
+def test_what_is_no_shape_is_refused(text: str) -> None:
+    with pytest.raises(SplitRefused):
+        SplitShape.parse(text)
+
+
+def test_roles_are_read_as_they_are_written() -> None:
+    assert [parse_role(role_text(role)) for role in Role] == list(Role)
+    with pytest.raises(SplitRefused, match="prefill, decode, mixed, draining"):
+        parse_role("idle")
+
+
+def test_by_default_half_of_the_nodes_prefill_rounded_up() -> None:
+    assert [str(default_shape(n)) for n in (2, 3, 4, 9)] == [
+        "1P1D",
+        "2P1D",
+        "2P2D",
+        "5P4D",
+    ]
+
+
+def test_a_live_node_that_no_split_lists_serves_both_phases_and_a_dead_one_has_no_role() -> None:
+    assert effective_roles(split_of(a=P, b=D), {"b", "c"}) == {"b": D, "c": M}
+
+
+@given(
+    current=st.dictionaries(st.sampled_from(NODES), st.sampled_from(list(Role))),
+    nodes=st.sets(st.sampled_from(NODES), min_size=2),
+    data=st.data(),
+)
+def test_a_shape_is_met_with_the_fewest_moves(current: dict[str, Role], nodes: set[str], data: st.DataObject) -> None:
+    prefill = data.draw(st.integers(1, len(nodes) - 1))
+    shape = SplitShape(prefill, len(nodes) - prefill)
+    roles = assign(shape, current, nodes)
+    assert set(roles) == nodes
+    assert shape_of(roles) == (shape.prefill, shape.decode)
+
+    def moves(candidate: Mapping[str, Role]) -> int:
+        return sum(current.get(node) is not role for node, role in candidate.items())
+
+    every_way = (
+        {node: P if node in chosen else D for node in nodes}
+        for chosen in itertools.combinations(sorted(nodes), shape.prefill)
+    )
+    assert moves(roles) == min(moves(way) for way in every_way)
+
+
+def test_an_operator_sets_a_shape() -> None:
+    decision = by_shape(split_of(a=P, b=P, c=D), {"a", "b", "c"}, "1P2D")
+    assert decision.kind is DecisionKind.OPERATOR
+    assert decision.roles_after == {"a": P, "b": D, "c": D}
+    assert decision.moved_nodes == ("b",)
+    assert (decision.epoch_before, decision.epoch_after) == (5, 6)
+    assert decision.split() == Split(6, {"a": P, "b": D, "c": D}, "operator asked for 1P2D", "ops", 7.0)
+
+
+def test_a_shape_leaves_draining_nodes_out() -> None:
+    decision = by_shape(split_of(a=P, b=X, c=D), {"a", "b", "c", "d"}, "1P2D")
+    assert decision.roles_after == {"a": P, "b": X, "c": D, "d": D}
+
+
+@pytest.mark.parametrize("text", ["1P1D", "3P1D"])
+def test_a_shape_of_another_size_than_the_cluster_is_refused(text: str) -> None:
+    with pytest.raises(SplitRefused, match="3 serve"):
+        by_shape(split_of(a=P, b=P, c=D), {"a", "b", "c"}, text)
+
+
+def test_an_operator_names_nodes_and_the_others_keep_their_roles() -> None:
+    decision = by_node(split_of(a=P, b=P, c=D), {"a", "b", "c"}, b=D)
+    assert decision.roles_after == {"a": P, "b": D, "c": D}
+    assert decision.reason == "operator asked for b=decode"
+    assert decision.prefill_share == pytest.approx(1 / 3)
+
+
+def test_two_nodes_can_swap() -> None:
+    decision = by_node(split_of(a=P, b=D), {"a", "b"}, a=D, b=P)
+    assert decision.roles_after == {"a": D, "b": P}
+
+
+def test_an_unknown_or_dead_node_is_refused() -> None:
+    for name in ("z", "b"):
+        with pytest.raises(SplitRefused, match=f"no such node: {name}"):
+            by_node(split_of(a=P, b=D, c=D), {"a", "c"}, **{name: P})
+
+
+@pytest.mark.parametrize("changes", [{"a": D}, {"b": P}, {"a": X}, {"b": X}, {"a": X, "b": X}])
+def test_with_two_nodes_no_phase_may_be_left_without_one(
+    changes: dict[str, Role],
+) -> None:
+    with pytest.raises(SplitRefused, match="no node would"):
+        by_node(split_of(a=P, b=D), {"a", "b"}, **changes)
+
+
+def test_a_node_that_serves_both_phases_lets_the_other_drain() -> None:
+    assert by_node(split_of(a=P, b=D), {"a", "b"}, a=X, b=M).roles_after == {
+        "a": X,
+        "b": M,
+    }
+
+
+def test_a_single_node_may_have_any_role() -> None:
+    for role in Role:
+        check_roles({"a": role}, {"a"})
+
+
+def test_naming_no_node_is_refused() -> None:
+    with pytest.raises(SplitRefused):
+        by_node(split_of(a=P, b=D), {"a", "b"})
+
+
+def test_a_proposal_against_an_older_split_is_refused() -> None:
+    split = split_of(epoch=5, a=P, b=D)
+    for stale in (4, 6):
+        with pytest.raises(EpochChanged) as refused:
+            by_node(split, {"a", "b"}, stale, a=M)
+        assert refused.value.metadata == {"current_epoch": "5"}
+        with pytest.raises(EpochChanged):
+            by_shape(split, {"a", "b"}, "1P1D", stale)
+    assert by_node(split, {"a", "b"}, 5, a=M).epoch_after == 6
+
+
+def test_a_proposal_that_changes_nothing_is_a_decision_of_the_same_epoch() -> None:
+    decision = by_shape(split_of(a=P, b=D), {"a", "b"}, "1P1D")
+    assert not decision.changes_split
+    assert decision.epoch_after == decision.epoch_before == 5
+
+
+def test_the_first_split_waits_for_the_nodes_it_names() -> None:
+    nothing = Split()
+    assert follow(nothing, {"a", "b"}, initial="2P1D") is None
+    decision = follow(nothing, {"a", "b", "c"}, initial="2P1D")
+    assert decision is not None
+    assert decision.roles_after == {"a": P, "b": P, "c": D}
+    assert (decision.epoch_before, decision.epoch_after) == (0, 1)
+
+
+def test_without_a_shape_the_first_split_waits_for_two_nodes() -> None:
+    assert follow(Split(), set()) is None
+    assert follow(Split(), {"a"}) is None
+    decision = follow(Split(), {"a", "b", "c"})
+    assert decision is not None and decision.roles_after == {"a": P, "b": P, "c": D}
+
+
+def test_more_nodes_than_the_first_split_names_are_assigned_by_its_share() -> None:
+    decision = follow(Split(), {"a", "b", "c", "d", "e", "f"}, initial="2P1D")
+    assert decision is not None and shape_of(decision.roles_after) == (4, 2)
+
+
+def test_a_membership_that_fits_the_split_decides_nothing() -> None:
+    assert follow(split_of(a=P, b=D), {"a", "b"}) is None
+    assert follow(split_of(a=P, b=D), set()) is None, "with no node left there is nothing to decide"
+    assert follow(split_of(), {"a"}) is None, "a single unlisted node serves both phases anyway"
+
+
+def test_a_lost_node_leaves_the_split_at_once_and_the_others_keep_their_roles() -> None:
+    decision = follow(split_of(a=P, b=P, c=D), {"a", "c"})
+    assert decision is not None
+    assert decision.kind is DecisionKind.MEMBERSHIP
+    assert decision.roles_after == {"a": P, "c": D}
+    assert decision.moved_nodes == ()
+    assert decision.reason == "lost b"
+    assert decision.epoch_after == 6
+
+
+def test_a_phase_that_lost_its_last_node_gets_another() -> None:
+    for lost, left in (("c", {"a": P, "b": D}), ("a", {"b": P, "c": D})):
+        decision = follow(split_of(a=P, b=P, c=D), {"a", "b", "c"} - {lost})
+        assert decision is not None and decision.roles_after == left
+
+
+def test_the_last_node_keeps_its_role() -> None:
+    decision = follow(split_of(a=P, b=D), {"b"})
+    assert decision is not None and decision.roles_after == {"b": D}
+    back = follow(decision.split(), {"a", "b"})
+    assert back is not None and back.roles_after == {"a": P, "b": D}
+
+
+def test_a_node_that_comes_back_restores_the_share_aimed_at() -> None:
+    aim = 1 / 3
+    lost = follow(split_of(a=P, b=D, c=D), {"b", "c"}, prefill_share=aim)
+    assert lost is not None and shape_of(lost.roles_after) == (1, 1)
+    back = follow(lost.split(), {"a", "b", "c"}, prefill_share=lost.prefill_share)
+    assert back is not None and shape_of(back.roles_after) == (1, 2)
+
+
+def test_one_lost_while_another_joins_is_one_decision() -> None:
+    decision = follow(split_of(a=P, b=D), {"a", "c"})
+    assert decision is not None
+    assert decision.roles_after == {"a": P, "c": D}
+    assert decision.reason == "lost b; joined c"
+
+
+@given(
+    roles=st.dictionaries(st.sampled_from(NODES), st.sampled_from(list(Role))),
+    steps=st.lists(st.sets(st.sampled_from(NODES)), min_size=1, max_size=8),
+    share=st.floats(0, 1),
+)
+def test_whatever_comes_and_goes_each_phase_keeps_a_node_and_epochs_grow(
+    roles: dict[str, Role], steps: list[set[str]], share: float
+) -> None:
+    split = Split(epoch=1, roles=roles)
+    for live in steps:
+        decision = follow(split, live, prefill_share=share)
+        if decision is None:
+            continue
+        assert decision.changes_split and decision.epoch_after == split.epoch + 1
+        kept = {n: r for n, r in split.roles.items() if n in live}
+        split = decision.split()
+        assert follow(split, live, prefill_share=share) is None, "the split settles in one decision"
+        assert set(split.roles) <= live
+        serving = {n: r for n, r in effective_roles(split, live).items() if r is not X}
+        if len(serving) >= 2:
+            check_roles(serving, set(serving))
+        moved = [n for n, r in kept.items() if split.roles[n] is not r]
+        assert len(moved) <= 1, "a node that stays moves only to fill an empty phase"
