@@ -1,0 +1,187 @@
+"""The directory: where every KV block is, and how many branches need it there (§4.1 of arXiv 2611.12304).
+
+A deterministic state machine. It sees block names, never tokens. Three things are kept:
+
+- ctx(β): version and blocks of each live branch β: its last prompt, then output that joined provisionally;
+- home(β, φ): for runs of ctx(β), the node whose copy β counts in phase φ. φ tags the run, never the node's role;
+- copies: which blocks each node holds, by tier.
+
+Counts are derived: count(n, b) is the number of pairs (β, φ) with b in ctx(β) and home(β, φ)(b) = n, provided that n
+holds b. They are kept incrementally, run by run, and pushed to the nodes as `CountUpdate` effects.
+
+Every method takes `now_s`, changes state and returns effects for the shell to carry out. Expected failures are raised
+(`evolving.core.errors`) and change nothing.
+
+The rules, where the paper leaves them open:
+- A Begin of a version higher than the current rewrites the context. Of the same version: it *extends* when the last
+  prompt (not the output: harnesses strip thinking) is a prefix of the new one. Otherwise it is a *side request* while
+  any request of that version runs: it is served, the context stays, and what it lands or outputs is ignored. With
+  nothing running it is a rewrite, counted as unannounced.
+- When a context changes, blocks that stay keep their homes; dropped ones lose them; new ones have none until KV lands.
+- Landed and Output are taken while the branch is live, the version current and the request known (also after it is
+  done), for as much of the request's own context as still is ctx(β); Output only from the request that last set the
+  context.
+- A branch is idle while it has no running request and no live descendant. Idle for idle_ttl_s, it ends, and a later
+  Begin revives its id as a new branch. An explicit end leaves a tombstone for tombstone_s.
+- A new incarnation of a node starts with no copies; homes stay and count again as copies are announced. A node that
+  is gone loses its homes too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from evolving.core.config import DirectoryConfig
+from evolving.core.directory_types import (
+    AuditReport,
+    Begin,
+    BeginAnswer,
+    BlockCounts,
+    BlockView,
+    BranchView,
+    Effect,
+    Landed,
+    Match,
+    NodeEvent,
+    Output,
+    Stats,
+)
+from evolving.core.terms import Role
+
+
+class Directory:
+    """The state machine. One per partition; not thread-safe; no I/O."""
+
+    def __init__(self, config: DirectoryConfig | None = None) -> None:
+        self._config = config or DirectoryConfig()
+
+    # ------------------------------------------------------------------------------------------------------- requests
+
+    def begin(self, now_s: float, event: Begin) -> tuple[BeginAnswer, list[Effect]]:
+        """Record the context of a branch's new request and match it against the pool.
+
+        Cost grows with the new blocks and with the runs on the context's path, not with its blocks.
+        Raises BranchEnded, StaleVersion, NeedFull, RequestConflict, InvalidArgument; then nothing changed.
+        """
+        raise NotImplementedError
+
+    def match(self, now_s: float, names: bytes) -> Match:
+        """Where the blocks of a context are, for a request without a branch. Raises InvalidArgument."""
+        raise NotImplementedError
+
+    def landed(self, now_s: float, event: Landed) -> list[Effect]:
+        """Set the home of a run in a phase. Raises InvalidArgument; an unknown node, branch, request or an old version
+        is ignored."""
+        raise NotImplementedError
+
+    def output(self, now_s: float, event: Output) -> list[Effect]:
+        """Append completed output blocks to the context, provisionally. Ignored like Landed; also when it leaves a gap
+        or disagrees with blocks already there. Raises InvalidArgument."""
+        raise NotImplementedError
+
+    def request_done(self, now_s: float, tenant: str, branch_id: str, request_id: str) -> list[Effect]:
+        """A request is over, whatever its outcome; ends the branch when its Begin said end_after. Repeats and unknown
+        requests are ignored."""
+        raise NotImplementedError
+
+    def end(self, now_s: float, tenant: str, branch_ids: Sequence[str], subtree: bool = False) -> list[Effect]:
+        """End branches, with `subtree` all their live descendants too. Unknown and ended ones are no-ops. Running
+        requests are not cancelled; what they report later is ignored."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------------------------------------------------- nodes
+
+    def node_up(self, now_s: float, node_id: str, incarnation: str) -> list[Effect]:
+        """A node is there. Under a new incarnation it holds nothing and its event sequence starts at 1; under the one
+        already known nothing changes."""
+        raise NotImplementedError
+
+    def node_gone(self, now_s: float, node_id: str) -> list[Effect]:
+        """A node is gone for good: its homes and copies vanish. Unknown: no-op."""
+        raise NotImplementedError
+
+    def node_events(
+        self, now_s: float, node_id: str, incarnation: str, sequence: int, events: Sequence[NodeEvent]
+    ) -> list[Effect]:
+        """Changes of what a node holds. `sequence` grows by one a batch, from 1 in each incarnation.
+
+        A batch seen before is ignored; a gap, or a run whose parent is unknown, yields NeedResync, and batches are
+        ignored until the resync. Raises UnknownNode, StaleIncarnation, InvalidArgument.
+        """
+        raise NotImplementedError
+
+    def resync_begin(self, now_s: float, node_id: str, incarnation: str) -> list[Effect]:
+        """A snapshot follows: the node holds nothing until told. Raises UnknownNode, StaleIncarnation."""
+        raise NotImplementedError
+
+    def resync_events(self, now_s: float, node_id: str, incarnation: str, events: Sequence[NodeEvent]) -> list[Effect]:
+        """Part of a snapshot, parents before children. An unknown parent is InvalidArgument. Raises as node_events."""
+        raise NotImplementedError
+
+    def resync_end(self, now_s: float, node_id: str, incarnation: str, sequence: int) -> list[Effect]:
+        """The snapshot is complete and covers everything up to batch `sequence`; the next batch is sequence + 1."""
+        raise NotImplementedError
+
+    def role_switch(self, now_s: float, node_id: str, old: Role, new: Role) -> list[Effect]:
+        """A node's role changed. Only DECODE→PREFILL does anything (§4.1; DirectoryConfig.decode_to_prefill):
+
+        KEEP: in every branch, blocks without a PREFILL home that the node holds in L2 get it as PREFILL home; then the
+        node's DECODE homes go. RESET: all homes and copies of the node go. Raises UnknownNode.
+        """
+        raise NotImplementedError
+
+    # ----------------------------------------------------------------------------------------------------------- time
+
+    def tick(self, now_s: float) -> list[Effect]:
+        """Let time pass: end idle branches, give up silent requests, forget tombstones, sweep copies of lost nodes."""
+        raise NotImplementedError
+
+    def next_wakeup_s(self) -> float | None:
+        """When `tick` has something to do next; None: never, as things stand."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------------------------------------------------- reads
+
+    def block(self, name: bytes) -> BlockView | None:
+        """One block; None: no copy and no branch. May walk all runs."""
+        raise NotImplementedError
+
+    def branch(self, now_s: float, tenant: str, branch_id: str) -> BranchView | None:
+        """One branch, also an ended one while its tombstone lasts."""
+        raise NotImplementedError
+
+    def branches(
+        self,
+        now_s: float,
+        after: tuple[str, str] | None = None,
+        limit: int = 100,
+        tenant: str | None = None,
+        include_ended: bool = False,
+    ) -> list[BranchView]:
+        """Branches ordered by (tenant, id), those after `after`, at most `limit`."""
+        raise NotImplementedError
+
+    def context_counts(self, tenant: str, branch_id: str) -> BlockCounts:
+        """Counts of the blocks of a live branch's context; zeros for an unknown one."""
+        raise NotImplementedError
+
+    def pool_counts(self) -> BlockCounts:
+        """The same over every block anyone holds. Walks all runs."""
+        raise NotImplementedError
+
+    def node_counts(self, node_id: str) -> list[tuple[bytes, int]]:
+        """Nonzero counts on a node as (names, count) by run. Walks all runs. Raises UnknownNode."""
+        raise NotImplementedError
+
+    def stats(self) -> Stats:
+        """Sizes and counters."""
+        raise NotImplementedError
+
+    def audit(self, node_counts: Mapping[str, Mapping[bytes, int]] | None = None) -> AuditReport:
+        """Compare incremental counts, a recount from the branch table and, where given by node id, the counts nodes
+        evict by (nonzero ones by name). Walks everything."""
+        raise NotImplementedError
+
+    def check_invariants(self) -> None:
+        """Assert everything that must hold between events. Walks everything; for tests."""
+        raise NotImplementedError
