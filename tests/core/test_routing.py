@@ -12,13 +12,13 @@ from evolving.core.routing import (
     HeldRun,
     HolderHint,
     PrefillNode,
-    Role,
     RoutingConfig,
     choose_decode,
     choose_prefill,
     exceeds_quote,
     holder_hints,
 )
+from evolving.core.terms import Role
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.core.work import PrefillWork, queue_service_s, service_s
 from hypothesis import given

@@ -5,23 +5,14 @@ A decision keeps every candidate with its terms, so that a log line or a test ca
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from evolving.core.terms import Role
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.core.work import PrefillWork, queue_service_s, service_s
-
-
-class Role(enum.StrEnum):
-    """The phase a node is assigned; it decides what is sent there, never what the node can do."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    MIXED = "mixed"
-    DRAINING = "draining"
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +309,7 @@ def _eligible_ids(nodes: Iterable[tuple[str, Role, bool, str]], phase: Role) -> 
 def _why_not(role: Role, ready: bool, excluded: str) -> str:
     if excluded:
         return excluded
-    return f"role {role.value}" if ready else "not ready"
+    return f"role {role.name.lower()}" if ready else "not ready"
 
 
 def _tie_key(request_id: str, node_id: str) -> bytes:
