@@ -232,6 +232,8 @@ class EngineStatus:
     l1_used_tokens: int = 0
     l2_used_tokens: int = 0
     iterations: int = 0  # all iterations since start
+    prefill_iterations: int = 0  # those that computed prompt tokens
+    prefill_tokens: int = 0  # prompt tokens computed since start, so that their ratio is the paper's mean u
     retractions: int = 0
 
 
