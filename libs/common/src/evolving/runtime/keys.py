@@ -6,6 +6,8 @@ Layout, below `{prefix}/{partition}/`:
     split                        Split, written by the leading planner only, fenced by its leader key
     leaders/{role}               the leader's advertised address (bytes), under its lease
     model                        the fitted time model, the planner's JSON
+    decisions                    the planner's last decisions, its JSON, fenced like the split
+    terms/{role}                 how often an instance of the role began, an ASCII integer that only grows
     services/{kind}/{instance}   ServiceRegistration, under the service's lease; kind: gateway, directory, planner
 """
 
@@ -60,6 +62,15 @@ class Keys:
     def model(self) -> str:
         """The fitted time model."""
         return f"{self.root}/model"
+
+    @property
+    def decisions(self) -> str:
+        """The planner's last decisions."""
+        return f"{self.root}/decisions"
+
+    def term(self, role: str) -> str:
+        """The counter a role takes its term from, such as "directory"."""
+        return f"{self.root}/terms/{_part(role)}"
 
     def leader(self, role: str) -> str:
         """The election key of a role, such as "planner" or "directory"."""
