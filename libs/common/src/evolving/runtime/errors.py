@@ -83,6 +83,16 @@ class NotLeader(ServiceError):
     status = grpc.StatusCode.FAILED_PRECONDITION
 
 
+class WrongPartition(ServiceError):
+    """The request is meant for another partition; metadata["partition_id"] is this service's."""
+
+    reason = "WRONG_PARTITION"
+    status = grpc.StatusCode.FAILED_PRECONDITION
+
+    def __init__(self, asked: str, own: str) -> None:
+        super().__init__(f"this is partition {own!r}, not {asked!r}", metadata={"partition_id": own})
+
+
 class StoreUnavailable(ServiceError):
     """etcd did not answer in time. A write may or may not have been applied: read before trying again."""
 
