@@ -117,6 +117,10 @@ class Service(Generic[Settings]):
         """Call `callback` right before an immediate exit (second signal, or a drain that hangs): kill children here."""
         self._on_kill.append(callback)
 
+    async def wait_stopping(self) -> None:
+        """Wait until the drain begins."""
+        await self._stop.wait()
+
     def stop(self) -> None:
         """Begin the drain, as SIGTERM does."""
         if not self._stop.is_set():
@@ -126,7 +130,7 @@ class Service(Generic[Settings]):
     async def serve(self) -> None:
         """Serve until told to stop, then drain: not ready, `on_drain` callbacks, no new calls, running ones get what
         is left of the grace period, then they are cancelled. Returns with the servers stopped."""
-        await self._stop.wait()
+        await self.wait_stopping()
         assert self._deadline_s is not None
         _log.info("draining", in_flight=self.server.guard.in_flight, grace_s=self.settings.grace_s)
         self.ready.drain()

@@ -3,7 +3,7 @@ suite runs on both."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -143,7 +143,7 @@ class Store(Protocol):
         """Keep `key` present while this process lives. Returns at once; see `Registration.wait_registered`."""
         ...
 
-    def watch(self, prefix: str) -> AsyncIterator[WatchBatch]:
+    def watch(self, prefix: str) -> AsyncGenerator[WatchBatch, None]:
         """Everything below `prefix`, then each change, for ever.
 
         The first batch is a snapshot. Whenever changes might have been missed (compaction, lost connection, leader
