@@ -1,0 +1,73 @@
+"""Wiring of the planner: `evolving-planner`, or `python -m evolving_planner`."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.metadata import version
+
+from evolving.internal.v1 import planner_pb2_grpc as internal_grpc
+from evolving.runtime.election import Election
+from evolving.runtime.keys import Keys, ServiceRegistration, encode
+from evolving.runtime.service import Service, run_service
+from evolving.runtime.settings_loader import load
+from evolving.v1 import planner_pb2_grpc
+
+from evolving_planner.metrics import PlannerMetrics
+from evolving_planner.office import Office
+from evolving_planner.service import PlannerService, WorkService
+from evolving_planner.settings import PlannerSettings
+from evolving_planner.view import LEADER_ROLE, View
+from evolving_planner.worklog import WorkLog
+
+
+async def run_planner(service: Service[PlannerSettings]) -> None:
+    """Serve reads as soon as etcd has answered; stand for election all the while."""
+    settings, clock = service.settings, service.clock
+    store = service.open_store()
+    keys = Keys(settings.etcd_prefix, settings.partition_id)
+    metrics = PlannerMetrics(service.metrics)
+    view = View(store, keys)
+    office = Office(
+        store,
+        keys,
+        view,
+        initial=settings.initial_shape,
+        decisions_kept=settings.decisions_kept,
+        clock=clock,
+        metrics=metrics,
+    )
+    work = WorkService(settings.partition_id, view, office, WorkLog(settings.work_samples_per_node), clock, metrics)
+    service.server.add(
+        planner_pb2_grpc.add_PlannerServiceServicer_to_server,
+        PlannerService(view, office, clock),
+        "evolving.v1.PlannerService",
+    )
+    service.server.add(internal_grpc.add_PlannerServiceServicer_to_server, work, "evolving.internal.v1.PlannerService")
+    service.ready.require("view", "registered")
+    address = await service.start()
+    record = ServiceRegistration("planner", address, address, version("evolving-planner"), clock.wall_s())
+    registration = service.register(
+        store, keys.service("planner", address), encode(record), settings.registration_ttl_s
+    )
+
+    async def announce_ready() -> None:
+        await asyncio.gather(view.loaded.wait(), registration.wait_registered())
+        service.ready.set("view", True)
+        service.ready.set("registered", True)
+
+    async with Election(store, keys.leader(LEADER_ROLE), address.encode(), settings.leader_ttl_s, clock) as election:
+        service.on_drain(election.close)  # resign first, so that another leads while this one drains
+        service.spawn(view.run(), "view")
+        service.spawn(office.run(election), "office")
+        service.spawn(announce_ready(), "announce_ready")
+        await service.serve()
+    await store.close()
+
+
+def main() -> None:
+    """The command."""
+    raise SystemExit(run_service(load(PlannerSettings), run_planner))
+
+
+if __name__ == "__main__":
+    main()
