@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 from etcd3aio import EtcdError, prefix_range_end
-from etcd3aio._protobuf import Compare, WatchCreateRequest, WatchProgressRequest, WatchRequest, WatchStub
+from etcd3aio._protobuf import Compare, WatchCreateRequest, WatchRequest, WatchStub
 from etcd3aio.kv import KVService
 from etcd3aio.lease import LeaseService
 
@@ -232,7 +232,9 @@ class EtcdStore:
         try:
             await asyncio.wait((reading,), timeout=self._watch_idle_s)
             if not reading.done():
-                await stream.write(WatchRequest(progress_request=WatchProgressRequest()))
+                ask = WatchRequest()
+                ask.progress_request.SetInParent()
+                await stream.write(ask)
                 await asyncio.wait((reading,), timeout=self._timeout_s)
             if not reading.done():
                 self._current = (self._current + 1) % len(self._members)
