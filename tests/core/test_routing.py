@@ -151,10 +151,10 @@ def test_a_full_decode_node_is_still_one() -> None:
 
 
 def test_a_quote_is_exceeded_by_both_the_floor_and_the_share() -> None:
-    assert not exceeds_quote(0.19, 0.0, CONFIG)
-    assert exceeds_quote(0.21, 0.0, CONFIG)
-    assert not exceeds_quote(12.4, 10.0, CONFIG)
-    assert exceeds_quote(12.6, 10.0, CONFIG)
+    assert not exceeds_quote(0.19, 0.0)
+    assert exceeds_quote(0.21, 0.0)
+    assert not exceeds_quote(12.4, 10.0)
+    assert exceeds_quote(12.6, 10.0)
 
 
 LIVE = {"a": 0.0, "b": 1.0, "c": 2.0}

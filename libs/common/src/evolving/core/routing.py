@@ -25,8 +25,6 @@ class RoutingConfig:
     fetch_bytes_per_s: float  # what one fetch from peers' host memory reaches
     fetch_fixed_s: float = 0.001  # a fetch's cost before its first byte, seconds
     tie_share: float = 0.05  # nodes within this share of the best predicted time tie (paper, section 4.4)
-    requote_floor_s: float = 0.2  # a wait may exceed its quote by this many seconds …
-    requote_share: float = 0.25  # … or by this share of it, before the node asks to choose again
 
     def __post_init__(self) -> None:
         positive = {"kv_bytes_per_token": self.kv_bytes_per_token, "fetch_bytes_per_s": self.fetch_bytes_per_s}
@@ -36,16 +34,17 @@ class RoutingConfig:
         for name, value in {
             "fetch_fixed_s": self.fetch_fixed_s,
             "tie_share": self.tie_share,
-            "requote_floor_s": self.requote_floor_s,
-            "requote_share": self.requote_share,
         }.items():
             if not math.isfinite(value) or value < 0:
                 raise ValueError(f"{name} must be finite and >= 0, got {value}")
 
 
-def exceeds_quote(wait_s: float, quoted_wait_s: float, config: RoutingConfig) -> bool:
-    """Whether a node's true wait is so far above what a gateway reckoned with that it should choose again."""
-    return wait_s - quoted_wait_s > max(config.requote_floor_s, config.requote_share * quoted_wait_s)
+def exceeds_quote(wait_s: float, quoted_wait_s: float, floor_s: float = 0.2, share: float = 0.25) -> bool:
+    """Whether a node's true wait is so far above what a gateway reckoned with that the gateway should choose again.
+
+    A wait may exceed its quote by `floor_s` seconds, or by `share` of the quote where that is more.
+    """
+    return wait_s - quoted_wait_s > max(floor_s, share * quoted_wait_s)
 
 
 @dataclass(frozen=True, slots=True)
