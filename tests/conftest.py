@@ -1,0 +1,3 @@
+"""Fixtures every area shares."""
+
+pytest_plugins = ["etcd_process"]
