@@ -153,9 +153,7 @@ def tokens_from(message: gateway_pb2.GenerateTokens) -> Tokens:
     return Tokens(index=message.index, token_ids=decode_token_ids(message.token_ids), text=message.text)
 
 
-def finished_from(
-    message: gateway_pb2.GenerateFinished, *, request_id: str, version: int, reconnects: int
-) -> Finished:
+def finished_from(message: gateway_pb2.GenerateFinished, *, request_id: str, version: int, reconnects: int) -> Finished:
     """The event of a wire message, with what the client knows of the request."""
     reason = _REASONS.get(message.reason)
     if reason is None:

@@ -24,7 +24,11 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_retries", 0),
     # A gateway that was restarted is found within a second or two; gRPC's own limit is two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # A gateway that vanished without a word is noticed within 25 s, also while a long prompt waits.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
     # Each client has its own connections, so that closing one or counting its failures concerns no other.
     ("grpc.use_local_subchannel_pool", 1),
 )

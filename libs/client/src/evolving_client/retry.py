@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -40,9 +41,18 @@ class RetryPolicy:
 class Retries:
     """What one request has used up of its policy and of its time."""
 
-    def __init__(self, policy: RetryPolicy, timeout_s: float | None) -> None:
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        timeout_s: float | None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
         self._policy = policy
-        self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self._clock = clock
+        self._sleep = sleep
+        self._deadline_s = None if timeout_s is None else clock() + timeout_s
         self._failures = 0
         self._overload_wait_s = 0.0
 
@@ -50,7 +60,7 @@ class Retries:
         """Seconds left, or None for no limit. Raises DeadlineExceeded when none are left."""
         if self._deadline_s is None:
             return None
-        left_s = self._deadline_s - time.monotonic()
+        left_s = self._deadline_s - self._clock()
         if left_s <= 0:
             raise DeadlineExceeded("the request's time was over before it finished")
         return left_s
@@ -79,7 +89,11 @@ class Retries:
             return await attempt()
 
         retrying = AsyncRetrying(
-            retry=retry_if_exception(may_retry), wait=self._wait_s, stop=self._is_over, reraise=True
+            sleep=self._sleep,
+            retry=retry_if_exception(may_retry),
+            wait=self._wait_s,
+            stop=self._is_over,
+            reraise=True,
         )
         return await retrying(after_the_first)
 
@@ -95,7 +109,7 @@ class Retries:
     def _is_over(self, state: RetryCallState) -> bool:
         error = _error_of(state)
         wait_s = state.upcoming_sleep
-        if self._deadline_s is not None and time.monotonic() + wait_s >= self._deadline_s:
+        if self._deadline_s is not None and self._clock() + wait_s >= self._deadline_s:
             raise DeadlineExceeded(f"the request's time ends before it can be tried again: {error}") from error
         if isinstance(error, Overloaded):
             self._overload_wait_s += wait_s
