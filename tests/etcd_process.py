@@ -19,6 +19,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from etcd3aio import EtcdError
 from etcd3aio.kv import KVService
 
 START_TIMEOUT_S = 60.0
@@ -178,7 +179,7 @@ class Etcd:
                 try:
                     await kv.get("none", timeout=1)
                     return
-                except Exception:
+                except (EtcdError, TimeoutError):
                     await asyncio.sleep(0.05)
 
 

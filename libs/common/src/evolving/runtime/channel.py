@@ -12,7 +12,7 @@ from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, stop
 from evolving.runtime.guard import BRANCH_ID_KEY, REQUEST_ID_KEY
 from evolving.runtime.log import current_ids
 from evolving.runtime.settings import MAX_MESSAGE_BYTES, split_address
-from evolving.wire.status import parse_error
+from evolving.wire.status import Context, parse_error
 
 Answer = TypeVar("Answer")
 _ID_KEYS = {"request_id": REQUEST_ID_KEY, "branch_id": BRANCH_ID_KEY}
@@ -84,10 +84,10 @@ def _is_retryable(error: BaseException) -> bool:
     return isinstance(error, grpc.aio.AioRpcError) and error.code() in _RETRYABLE
 
 
-def call_timeout_s(context: grpc.aio.ServicerContext, at_most_s: float, keep_s: float = 0.0) -> float:
+def call_timeout_s(context: Context, at_most_s: float, keep_s: float = 0.0) -> float:
     """The timeout for a call made while serving another: what is left of its deadline less `keep_s` (time to answer
     with), at most `at_most_s`, never negative."""
-    left_s = context.time_remaining()
+    left_s: float | None = context.time_remaining()
     return at_most_s if left_s is None else max(0.0, min(at_most_s, left_s - keep_s))
 
 

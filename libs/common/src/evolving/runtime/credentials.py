@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
 import tomllib
 from dataclasses import dataclass
@@ -119,7 +118,7 @@ class Credentials:
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     try:
-        status = os.stat(path)
+        status = path.stat()
     except OSError:
         return None
     return status.st_mtime_ns, status.st_size, status.st_ino

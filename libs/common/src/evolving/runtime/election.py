@@ -70,7 +70,7 @@ class Election:
     async def leadership_changes(self) -> AsyncIterator[bool]:
         """Whether this candidate leads: now, then each change. A slow reader sees only the newest; True twice in a row
         means that leadership was lost and won again, with a new fence."""
-        shown: Guard | None | bool = False  # False: nothing shown yet
+        shown: Guard | bool | None = False  # False: nothing shown yet
         while True:
             changed = self._changed
             term = self._fence if self.is_leader() else None
@@ -141,7 +141,8 @@ class Election:
 
     async def _renew(self) -> bool:
         """Renew once; False when the store did not answer. Raises LeaseLost when the key is no longer ours."""
-        assert self._lease is not None and self._fence is not None
+        assert self._lease is not None
+        assert self._fence is not None
         sent_s = self._clock.now_s()
         try:
             await self._store.renew_lease(self._lease)

@@ -11,7 +11,7 @@ import contextlib
 import math
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
@@ -94,6 +94,12 @@ class EtcdStore:
         self._ready = False
         self._closed = False
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.close()
+
     @property
     def ready(self) -> bool:
         """See Store."""
@@ -133,9 +139,7 @@ class EtcdStore:
     ) -> Versioned:
         """See Store. Sent once only: a second try could meet the first one's write and call it a conflict."""
         compare = [
-            Compare(
-                result=Compare.EQUAL, target=Compare.MOD, key=key.encode(), mod_revision=expected_mod_revision
-            ),
+            Compare(result=Compare.EQUAL, target=Compare.MOD, key=key.encode(), mod_revision=expected_mod_revision),
             *(KVService.txn_compare_create_revision(guard.key, guard.create_revision) for guard in guards),
         ]
         read = KVService.txn_op_get(key)
@@ -177,7 +181,7 @@ class EtcdStore:
     async def watch(self, prefix: str) -> AsyncGenerator[WatchBatch, None]:
         """See Store."""
         backoff_s = _BACKOFF_FIRST_S
-        while not self._closed:
+        while True:
             try:
                 listing = await self.list(prefix)
                 yield WatchBatch(True, listing.revision, listing.items)
@@ -203,9 +207,7 @@ class EtcdStore:
         """Changes from `revision` on, with an empty batch for each other sign of life. Raises _WatchBroken."""
         member = await self._connected(asyncio.get_running_loop().time() + self._timeout_s)
         stream = member.watch.Watch(metadata=_REQUIRE_LEADER)
-        create = WatchCreateRequest(
-            key=prefix.encode(), range_end=prefix_range_end(prefix), start_revision=revision
-        )
+        create = WatchCreateRequest(key=prefix.encode(), range_end=prefix_range_end(prefix), start_revision=revision)
         try:
             await stream.write(WatchRequest(create_request=create))
             while True:
@@ -245,9 +247,7 @@ class EtcdStore:
         finally:
             reading.cancel()
 
-    async def _call(
-        self, operation: Callable[[_Member, float], Awaitable[Answer]], *, once: bool = False
-    ) -> Answer:
+    async def _call(self, operation: Callable[[_Member, float], Awaitable[Answer]], *, once: bool = False) -> Answer:
         """Run an operation on a member that answers, trying others while time is left unless it may run `once` only.
 
         Raises StoreUnavailable, LeaseLost.
@@ -260,7 +260,7 @@ class EtcdStore:
             try:
                 answer = await operation(member, max(0.01, min(share_s, deadline_s - loop.time())))
             except (EtcdError, TimeoutError) as error:
-                problem = f"{member.address}: {error or 'no answer in time'}"
+                problem = f"{member.address}: {str(error) or 'no answer in time'}"
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.NOT_FOUND and "lease" in (error.details() or ""):
                     raise LeaseLost(error.details()) from None

@@ -12,7 +12,7 @@ import inspect
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import grpc
 import grpc.aio
@@ -23,15 +23,17 @@ from evolving.runtime.credentials import Caller, Credentials
 from evolving.runtime.errors import DeadlineExceeded, Forbidden, MalformedMessage, Overloaded
 from evolving.runtime.log import get_logger, log_context
 from evolving.runtime.metrics import Metrics
-from evolving.wire.status import EXPECTED, ErrorDetail, abort_with, describe
+from evolving.wire.status import EXPECTED, Context, ErrorDetail, Expected, abort_with, describe
 
 REQUEST_ID_KEY = "evolving-request-id"
 BRANCH_ID_KEY = "evolving-branch-id"
 RETRY_AFTER_S = 0.5
+_ID_CHARACTERS = 128  # of an id in a log line
 # Probes and reflection need no token, count against no limit and have no default deadline.
 _UNGUARDED = ("/grpc.health.v1.", "/grpc.reflection.")
 _CLIENT_SCOPE = ("/evolving.v1.Gateway",)
 
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 _log = get_logger(__name__)
 _caller: contextvars.ContextVar[Caller] = contextvars.ContextVar("caller")
 
@@ -76,13 +78,13 @@ class Guard(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
-        """Wrap the method's handler; None (unknown method) passes through."""
+    ) -> _Handler:
+        """Wrap the method's handler; None (unknown method) passes through, and grpc answers UNIMPLEMENTED."""
         handler: Any = await continuation(handler_call_details)
         if handler is None:
-            return handler
+            return cast("_Handler", None)
         method = str(handler_call_details.method)
         wrap: dict[tuple[bool, bool], tuple[str, Any]] = {
             (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
@@ -93,7 +95,7 @@ class Guard(grpc.aio.ServerInterceptor):
         name, make = wrap[(handler.request_streaming, handler.response_streaming)]
         behaviour = getattr(handler, name)
         guarded = self._streaming(method, behaviour) if handler.response_streaming else self._unary(method, behaviour)
-        wrapped: grpc.RpcMethodHandler = make(
+        wrapped: _Handler = make(
             guarded,
             request_deserializer=_tolerant(handler.request_deserializer),
             response_serializer=handler.response_serializer,
@@ -103,7 +105,7 @@ class Guard(grpc.aio.ServerInterceptor):
     def _unary(self, method: str, behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         default_s = self._limits.default_deadline_s
 
-        async def body(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        async def body(request: Any, context: Context) -> Any:
             if context.time_remaining() is not None or method.startswith(_UNGUARDED):
                 return await behaviour(request, context)
             try:
@@ -114,13 +116,13 @@ class Guard(grpc.aio.ServerInterceptor):
                     raise
                 raise DeadlineExceeded(f"the call set no deadline and the default of {default_s:g} s passed") from None
 
-        async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        async def call(request: Any, context: Context) -> Any:
             return await self._guarded(method, body, request, context)
 
         return call
 
     def _streaming(self, method: str, behaviour: Callable[..., Any]) -> Callable[..., Awaitable[None]]:
-        async def body(request: Any, context: grpc.aio.ServicerContext) -> None:
+        async def body(request: Any, context: Context) -> None:
             responses = behaviour(request, context)
             if inspect.isawaitable(responses):  # a handler that calls context.write itself
                 await responses
@@ -132,7 +134,7 @@ class Guard(grpc.aio.ServerInterceptor):
             finally:
                 await responses.aclose()
 
-        async def call(request: Any, context: grpc.aio.ServicerContext) -> None:
+        async def call(request: Any, context: Context) -> None:
             await self._guarded(method, body, request, context)
 
         return call
@@ -140,9 +142,9 @@ class Guard(grpc.aio.ServerInterceptor):
     async def _guarded(
         self,
         method: str,
-        body: Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]],
+        body: Callable[[Any, Context], Awaitable[Any]],
         request: Any,
-        context: grpc.aio.ServicerContext,
+        context: Context,
     ) -> Any:
         """Checks before the body, status and metrics after it."""
         started_s = self._clock.now_s()
@@ -163,7 +165,7 @@ class Guard(grpc.aio.ServerInterceptor):
                     code = detail.status.name
                     await abort_with(context, detail)
         except EXPECTED as error:
-            expected = describe(error)
+            expected = describe(cast("Expected", error))
             code = expected.status.name
             await abort_with(context, expected)
         except grpc.aio.AbortError:
@@ -199,7 +201,7 @@ def _tolerant(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | 
     def deserialize(data: bytes) -> Any:
         try:
             return parse(data)
-        except Exception as error:  # whatever a parser may raise on hostile bytes
+        except Exception as error:  # noqa: BLE001 - whatever a parser may raise on hostile bytes
             return _Malformed(str(error))
 
     return deserialize
@@ -218,23 +220,14 @@ async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 def _ids(request: Any, metadata: dict[str, Any]) -> dict[str, str]:
-    """Request and branch id, from the message where it has such fields, else from the metadata."""
+    """Request and branch id, from the message (or its `branch`) where it has such fields, else from the metadata."""
     found = {"request_id": metadata.get(REQUEST_ID_KEY, ""), "branch_id": metadata.get(BRANCH_ID_KEY, "")}
-    if isinstance(request, Message):
-        fields = request.DESCRIPTOR.fields_by_name
-        for name in found:
-            if name in fields and isinstance(value := getattr(request, name), str) and value:
+    for message in (request, getattr(request, "branch", None)):
+        for name in found if isinstance(message, Message) else ():
+            value = getattr(message, name, "")
+            if isinstance(value, str) and value:
                 found[name] = value
-        if "branch" in fields and "branch_id" in getattr(request.branch, "DESCRIPTOR", _NO_FIELDS).fields_by_name:
-            found["branch_id"] = request.branch.branch_id or found["branch_id"]
-    return {name: str(value)[:128] for name, value in found.items()}
-
-
-class _NoFields:
-    fields_by_name: dict[str, Any] = {}
-
-
-_NO_FIELDS = _NoFields()
+    return {name: str(value)[:_ID_CHARACTERS] for name, value in found.items()}
 
 
 def _bug(method: str, error: Exception) -> ErrorDetail:
@@ -245,7 +238,7 @@ def _bug(method: str, error: Exception) -> ErrorDetail:
     return ErrorDetail(grpc.StatusCode.INTERNAL, "INTERNAL", message, {"error_id": error_id})
 
 
-def _status_name(context: grpc.aio.ServicerContext) -> str:
-    """The status a handler aborted with."""
-    code = context.code()
-    return code.name if isinstance(code, grpc.StatusCode) else str(code)
+def _status_name(context: Context) -> str:
+    """The status a handler aborted with; grpc.aio gives it as a number or a StatusCode."""
+    code: Any = context.code()
+    return next((status.name for status in grpc.StatusCode if code in (status, status.value[0])), str(code))

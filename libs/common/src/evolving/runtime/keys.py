@@ -13,8 +13,8 @@ Layout, below `{prefix}/{partition}/`:
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
@@ -26,6 +26,9 @@ _Text = Annotated[str, Field(min_length=1)]
 _Count = Annotated[int, Field(ge=0)]
 _Positive = Annotated[int, Field(ge=1)]
 _Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+_adapters: dict[type[Any], TypeAdapter[Any]] = {}  # building one takes milliseconds
 
 
 class BadRecord(Exception):
@@ -156,11 +159,12 @@ def decode(kind: type[Record], value: bytes) -> Record:
     return record
 
 
-@cache
 def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
+    return _adapters[kind]
 
 
 def _part(name: str) -> str:
-    assert name and "/" not in name, f"not a key part: {name!r}"
+    assert re.fullmatch(r"[^/]+", name), f"not a key part: {name!r}"
     return name

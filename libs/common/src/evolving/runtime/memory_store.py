@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from evolving.runtime.clock import Clock
 from evolving.runtime.registration import Registration
@@ -48,6 +49,12 @@ class MemoryStore:
         self._closed = False
         self._expiry: asyncio.Task[None] | None = None
         self._lease_added = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.close()
 
     @property
     def ready(self) -> bool:

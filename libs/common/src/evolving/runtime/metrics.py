@@ -99,4 +99,5 @@ class MetricsServer:
 
     def _ready(self) -> tuple[str, str, bytes]:
         body = json.dumps({"ready": self._readiness.ready, "conditions": self._readiness.conditions()}, indent=1)
-        return "200 OK" if self._readiness.ready else "503 Service Unavailable", "application/json", body.encode() + b"\n"
+        status = "200 OK" if self._readiness.ready else "503 Service Unavailable"
+        return status, "application/json", body.encode() + b"\n"

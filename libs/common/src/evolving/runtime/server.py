@@ -56,11 +56,8 @@ class GrpcServer:
         self._health = health.aio.HealthServicer()
         self._names: list[str] = []
         self._server = grpc.aio.server(interceptors=(self.guard,), options=server_options(max_message_bytes))
-        self._status_tasks: set[object] = set()
 
-    def add(
-        self, register: Callable[[Servicer, grpc.aio.Server], None], servicer: Servicer, service_name: str
-    ) -> None:
+    def add(self, register: Callable[[Servicer, grpc.aio.Server], None], servicer: Servicer, service_name: str) -> None:
         """Register a servicer: `add(gateway_pb2_grpc.add_GatewayServicer_to_server, it, "evolving.v1.Gateway")`."""
         register(servicer, self._server)
         self._names.append(service_name)
@@ -89,7 +86,7 @@ class GrpcServer:
         await self._server.stop(grace_s)
 
     async def _set_health(self) -> None:
-        serving = health_pb2.HealthCheckResponse.ServingStatus
-        status = serving.SERVING if self._readiness.ready else serving.NOT_SERVING
+        answers = health_pb2.HealthCheckResponse
+        status = answers.SERVING if self._readiness.ready else answers.NOT_SERVING
         for name in ("", *self._names):
             await self._health.set(name, status)

@@ -33,7 +33,8 @@ class Service(Generic[Settings]):
     """What a service's `main` coroutine works with. Made by `run_service`.
 
     A main names what it needs (`ready.require`), adds its servicers (`server.add`), calls `await start()`, starts its
-    loops (`spawn`), and ends with `await serve()`, which returns once calls have drained; then it closes what it opened.
+    loops (`spawn`), and ends with `await serve()`, which returns once calls have drained; then it closes what it
+    opened.
     """
 
     def __init__(self, settings: Settings, clock: Clock) -> None:
@@ -84,7 +85,7 @@ class Service(Generic[Settings]):
         settings = self.settings
         bound = await self.server.start(settings.listen)
         self.address = settings.advertised(bound)
-        self.ready.on_change(lambda _ready: self.spawn(self.server.update_health(), "health"))
+        self.ready.on_change(self._show_health)
         if settings.metrics_listen:
             try:
                 self.metrics_address = await self._http.start(settings.metrics_listen)
@@ -140,7 +141,7 @@ class Service(Generic[Settings]):
             try:
                 async with asyncio.timeout(reserve_s / 2):
                     await callback()
-            except Exception as error:  # a callback that fails must not keep the process from stopping
+            except Exception as error:  # noqa: BLE001 - a step that fails must not keep the process from stopping
                 _log.warning("drain_step_failed", step=repr(callback), exc_info=error)
         await self.server.stop(max(0.0, self._deadline_s - reserve_s - self.clock.now_s()))
         await self._http.stop()
@@ -170,6 +171,9 @@ class Service(Generic[Settings]):
             self.exit_now(128 + number)
         _log.info("signal", signal=signal.Signals(number).name)
         self.stop()
+
+    def _show_health(self, _ready: bool) -> None:
+        self.spawn(self.server.update_health(), "health")
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -214,7 +218,7 @@ async def _run(settings: Settings, main: Callable[[Service[Settings]], Coroutine
     except SettingsError as error:
         _log.error("settings_refused", problems=error.problems)
         return EXIT_SETTINGS
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the process ends with it, and says so
         _log.critical("service_failed", exc_info=error)
         return EXIT_FAILED
     _log.info("stopped", failed=service.failed)

@@ -7,8 +7,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from evolving.runtime.log import LogFormat, LogLevel
 
@@ -68,13 +67,13 @@ def _checked_address(address: str) -> str:
 Address = Annotated[str, AfterValidator(_checked_address)]  # "host:port"
 
 
-class ServiceSettings(BaseSettings):
+class ServiceSettings(BaseModel):
     """Base of every service's settings. Subclasses set `service` and add fields, each with a description and its unit.
 
     Constructing one directly reads neither environment nor files; `settings_loader.load` does.
     """
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid", enable_decoding=False, validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
     service: ClassVar[str] = "service"
 
     listen: Address = Field("127.0.0.1:0", description="host:port the gRPC server binds; port 0 takes a free one")
@@ -98,7 +97,7 @@ class ServiceSettings(BaseSettings):
         20.0, gt=0, le=3600, description="time calls have to finish after SIGTERM before they are cancelled, seconds"
     )
     credentials_file: Path | None = Field(
-        None, description="TOML file of accepted bearer tokens (hashed); without it only loopback addresses may be bound"
+        None, description="TOML file of accepted bearer tokens (hashed); without it only loopback may be bound"
     )
     token_file: Path | None = Field(
         None, description="file holding the bearer token this service presents to the others; none: calls without"
@@ -109,21 +108,7 @@ class ServiceSettings(BaseSettings):
     max_concurrent_calls: int = Field(
         4096, ge=1, description="calls served at once; more are answered RESOURCE_EXHAUSTED with a retry hint"
     )
-    default_deadline_s: float = Field(
-        60.0, gt=0, description="deadline of a unary call whose client set none, seconds"
-    )
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what the constructor is given."""
-        return (init_settings,)
+    default_deadline_s: float = Field(60.0, gt=0, description="deadline of a unary call whose client set none, seconds")
 
     @model_validator(mode="before")
     @classmethod

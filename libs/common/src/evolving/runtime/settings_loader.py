@@ -199,9 +199,11 @@ def _build(cls: type[Settings], layers: Sequence[tuple[str, Mapping[str, Any]]])
     for source, values in layers:
         for name, value in values.items():
             if name not in merged:
-                merged[name] = _decode_text(cls.model_fields[name], value) if source == "flag" and isinstance(
-                    value, str
-                ) else value
+                merged[name] = (
+                    _decode_text(cls.model_fields[name], value)
+                    if source == "flag" and isinstance(value, str)
+                    else value
+                )
                 sources[name] = _env_name(cls, name) if source == "environment" else source
     try:
         return cls(**merged)
@@ -227,7 +229,7 @@ def _problem(
 
 
 def _hint(word: str, names: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word.split("=")[0], names, n=1)
+    close = difflib.get_close_matches(word.split("=", maxsplit=1)[0], names, n=1)
     return f"; did you mean {close[0]}?" if close else "; remove it"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from evolving.runtime.errors import StoreUnavailable
 
@@ -90,6 +90,12 @@ class LeaseLost(Exception):
 class Store(Protocol):
     """etcd as services see it. Every call is bounded by the store's own timeout and raises `StoreUnavailable` when
     it runs out; a write that raised it may or may not have been applied."""
+
+    async def __aenter__(self) -> Self:
+        """`async with` closes the store at its end."""
+        ...
+
+    async def __aexit__(self, *_error: object) -> None: ...
 
     @property
     def ready(self) -> bool:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import grpc
 import grpc.aio
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError
-from google.rpc import code_pb2, error_details_pb2, status_pb2
+from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from evolving.core.errors import CoreError
@@ -33,6 +32,7 @@ CORE_STATUS: Mapping[str, grpc.StatusCode] = {
     "UNKNOWN_NODE": grpc.StatusCode.FAILED_PRECONDITION,
 }
 
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"  # what a handler is given; generic in the type stubs only
 Expected = ServiceError | CoreError | Conflict | Fenced
 EXPECTED: tuple[type[Exception], ...] = (ServiceError, CoreError, Conflict, Fenced)
 
@@ -63,7 +63,7 @@ def describe(error: Expected) -> ErrorDetail:
 def _core_status(error: CoreError) -> grpc.StatusCode:
     for kind in type(error).__mro__:
         code = getattr(kind, "code", None)
-        if code in CORE_STATUS:
+        if isinstance(code, str) and code in CORE_STATUS:
             return CORE_STATUS[code]
     raise AssertionError(f"{type(error).__name__} ({error.code}) has no gRPC status in CORE_STATUS")
 
@@ -79,13 +79,13 @@ def to_proto(detail: ErrorDetail) -> status_pb2.Status:
     return status_pb2.Status(code=number, message=detail.message, details=details)
 
 
-async def abort(context: grpc.aio.ServicerContext, error: Expected) -> NoReturn:
+async def abort(context: Context, error: Expected) -> NoReturn:
     """End the call with the error's status. Handlers need not call it: an expected failure they raise ends the call
     the same way."""
     await abort_with(context, describe(error))
 
 
-async def abort_with(context: grpc.aio.ServicerContext, detail: ErrorDetail) -> NoReturn:
+async def abort_with(context: Context, detail: ErrorDetail) -> NoReturn:
     """End the call with this detail."""
     status = rpc_status.to_status(to_proto(detail))
     await context.abort(status.code, status.details, status.trailing_metadata)
@@ -118,11 +118,3 @@ def _packed(message: error_details_pb2.ErrorInfo | error_details_pb2.RetryInfo) 
     packed = AnyMessage()
     packed.Pack(message)
     return packed
-
-
-def is_cancelled(error: BaseException) -> bool:
-    """Whether the caller, or a drain, ended the call: not a failure of the server."""
-    return isinstance(error, asyncio.CancelledError)
-
-
-assert code_pb2.UNAUTHENTICATED == grpc.StatusCode.UNAUTHENTICATED.value[0]
