@@ -71,13 +71,16 @@ async def retry_unary(
         hint_s = parse_error(error).retry_after_s if isinstance(error, grpc.aio.AioRpcError) else None
         return max(backoff(state), hint_s or 0.0)
 
+    async def attempt() -> Answer:  # tenacity awaits coroutine functions only, and a stub's method is none
+        return await call()
+
     retrying = AsyncRetrying(
         retry=retry_if_exception(_is_retryable),
         stop=stop_after_attempt(attempts) | stop_after_delay(within_s),
         wait=wait_s,
         reraise=True,
     )
-    return await retrying(call)
+    return await retrying(attempt)
 
 
 def _is_retryable(error: BaseException) -> bool:
