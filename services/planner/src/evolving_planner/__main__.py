@@ -58,7 +58,7 @@ async def run_planner(service: Service[PlannerSettings]) -> None:
     async with Election(store, keys.leader(LEADER_ROLE), address.encode(), settings.leader_ttl_s, clock) as election:
         service.on_drain(election.close)  # resign first, so that another leads while this one drains
         service.spawn(view.run(), "view")
-        service.spawn(office.run(election), "office")
+        service.spawn(office.run(election, address), "office")
         service.spawn(announce_ready(), "announce_ready")
         await service.serve()
     await store.close()

@@ -50,6 +50,7 @@ class Office:
         self._clock = clock
         self._metrics = metrics
         self._election: Election | None = None
+        self.own_address = ""  # what the leader's key holds when this planner leads
         self._lock = asyncio.Lock()  # one decision at a time, from reading the split to having written it
         # The term of office whose start this planner has read split and history in; None: read them anew first.
         self._settled_in: Guard | None = None
@@ -59,9 +60,10 @@ class Office:
         """Whether this planner leads at this very moment."""
         return self._election is not None and self._election.is_leader()
 
-    async def run(self, election: Election) -> None:
+    async def run(self, election: Election, own_address: str) -> None:
         """Act on every change of nodes, split and leadership, for ever."""
         self._election = election
+        self.own_address = own_address
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch_leadership(election))
             while True:

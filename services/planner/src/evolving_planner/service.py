@@ -49,7 +49,7 @@ class PlannerService(planner_pb2_grpc.PlannerServiceServicer):
         nodes = self._view.nodes
         return planner_pb2.GetSplitResponse(
             split=wire.split_to_proto(self._view.split),
-            leader_address=self._view.leader_address,
+            leader_address=leader_address(self._view, self._office),
             nodes=[
                 planner_pb2.NodeView(
                     node_id=node_id,
@@ -99,7 +99,7 @@ class PlannerService(planner_pb2_grpc.PlannerServiceServicer):
         try:
             split = await self._office.propose(decide)
         except (NotLeader, Fenced):
-            raise _not_leader(self._view) from None
+            raise not_leader(self._view, self._office) from None
         return planner_pb2.ProposeSplitResponse(split=wire.split_to_proto(split))
 
     async def ListDecisions(
@@ -147,7 +147,7 @@ class WorkService(internal_grpc.PlannerServiceServicer):
             raise WrongPartition(request.partition_id, self._partition_id)
         if not self._office.is_leader():
             self._log.clear()  # what was kept while leading is no use to the next office
-            raise _not_leader(self._view)
+            raise not_leader(self._view, self._office)
         if request.node_id not in self._view.nodes:
             raise UnknownNode(f"no such node: {request.node_id!r}")
         now_s = self._clock.now_s()
@@ -165,7 +165,14 @@ def _require_loaded(view: View) -> None:
         raise NotReady("etcd has not answered yet", retry_after_s=1.0)
 
 
-def _not_leader(view: View) -> NotLeader:
-    where = view.leader_address
+def leader_address(view: View, office: Office) -> str:
+    """Empty: nobody leads. While etcd is away the view may still name this planner, which knows better by its own
+    clock."""
+    return "" if view.leader_address == office.own_address and not office.is_leader() else view.leader_address
+
+
+def not_leader(view: View, office: Office) -> NotLeader:
+    """The refusal, naming who leads."""
+    where = leader_address(view, office)
     message = f"the planner at {where} leads" if where else "no planner leads now"
     return NotLeader(message, metadata={"leader": where} if where else {})

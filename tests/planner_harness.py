@@ -1,0 +1,167 @@
+"""Planners for tests: inside the test's own loop, or as processes that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc.aio
+from etcd_process import Etcd, free_ports
+from evolving.internal.v1 import planner_pb2_grpc as internal_grpc
+from evolving.runtime.channel import open_channel, retry_unary
+from evolving.runtime.clock import SystemClock
+from evolving.runtime.etcd import EtcdStore
+from evolving.runtime.keys import Keys, NodeRegistration, encode
+from evolving.runtime.service import Service
+from evolving.v1 import planner_pb2, planner_pb2_grpc
+from evolving_planner.__main__ import run_planner
+from evolving_planner.settings import PlannerSettings
+
+WAIT_S = 60.0
+KEYS = Keys()
+
+
+def node_registration(node_id: str) -> NodeRegistration:
+    """A node whose facts no planner looks at, but for its time model."""
+    return NodeRegistration(
+        node_id=node_id,
+        incarnation=f"{node_id}-1",
+        address="127.0.0.1:1",
+        model="m",
+        kv_format="f",
+        block_tokens=64,
+        vocab_size=1000,
+        max_prompt_tokens=1000,
+        max_context_tokens=2000,
+        l1_tokens=10_000,
+        l2_tokens=10_000,
+        decode_slots=8,
+        chunk_tokens=512,
+        transfer_address="127.0.0.1:2",
+        pool_address="127.0.0.1:3",
+        prefill_coefficients=(0.01, 0.001, 0.0, 0.0, 0.0),
+        decode_coefficients=(0.02, 0.0, 0.001, 0.0),
+    )
+
+
+async def eventually(check: Callable[[], Awaitable[bool]]) -> None:
+    """Wait until `check` holds; fails after WAIT_S."""
+    async with asyncio.timeout(WAIT_S):
+        while not await check():
+            await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def open_store(etcd: Etcd) -> AsyncIterator[EtcdStore]:
+    """A store of the test's own."""
+    store = EtcdStore(etcd.endpoints, clock=SystemClock(), timeout_s=5.0)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def join(store: EtcdStore, *node_ids: str) -> None:
+    """Register nodes, without a lease."""
+    for node_id in node_ids:
+        await store.put(KEYS.node(node_id), encode(node_registration(node_id)))
+
+
+async def leave(store: EtcdStore, node_id: str) -> None:
+    """A node is gone."""
+    await store.delete(KEYS.node(node_id))
+
+
+@dataclass(frozen=True)
+class Client:
+    """Stubs of one planner."""
+
+    address: str
+    channel: grpc.aio.Channel
+    public: planner_pb2_grpc.PlannerServiceAsyncStub
+    internal: internal_grpc.PlannerServiceAsyncStub
+
+    async def get_split(self) -> planner_pb2.GetSplitResponse:
+        """Waits until the planner answers."""
+        request = planner_pb2.GetSplitRequest()
+        return await retry_unary(
+            lambda: self.public.GetSplit(request, timeout=WAIT_S, wait_for_ready=True), attempts=100, within_s=WAIT_S
+        )
+
+    async def roles(self) -> dict[str, int]:
+        """Roles of the split in force."""
+        return dict((await self.get_split()).split.roles)
+
+    async def leads(self) -> bool:
+        """Whether this planner says that it leads."""
+        return (await self.get_split()).leader_address == self.address
+
+
+@asynccontextmanager
+async def client(address: str) -> AsyncIterator[Client]:
+    """Stubs on a channel of their own."""
+    async with open_channel(address) as channel:
+        public = planner_pb2_grpc.PlannerServiceStub(channel)
+        internal = internal_grpc.PlannerServiceStub(channel)
+        yield Client(address, channel, public, internal)
+
+
+@asynccontextmanager
+async def planner(etcd: Etcd, **settings: object) -> AsyncIterator[tuple[Service[PlannerSettings], Client]]:
+    """A planner in this loop, serving."""
+    values = {"etcd_endpoints": etcd.endpoints, "etcd_timeout_s": 2.0, "leader_ttl_s": 2.0, "grace_s": 2.0, **settings}
+    service = Service(PlannerSettings(**values), SystemClock())
+    body = asyncio.create_task(run_planner(service))
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while not service.address:
+                await asyncio.sleep(0.01)
+                assert not body.done(), body.exception()
+        async with client(service.address) as stubs:
+            yield service, stubs
+    finally:
+        service.stop()
+        await body
+        await service.close()
+
+
+@dataclass
+class PlannerProcess:
+    """A planner as a process of this machine."""
+
+    process: asyncio.subprocess.Process
+    client: Client
+
+    async def kill(self) -> None:
+        """kill -9, and wait until it is gone."""
+        self.process.send_signal(signal.SIGKILL)
+        await self.process.wait()
+
+
+@asynccontextmanager
+async def planner_process(endpoint: str, *flags: str) -> AsyncIterator[PlannerProcess]:
+    """Started, perhaps not serving yet; killed at the end when it still runs."""
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "evolving_planner",
+        f"--listen={address}",
+        "--metrics-listen=",
+        f"--etcd-endpoints={endpoint}",
+        "--etcd-timeout-s=2",
+        "--leader-ttl-s=2",
+        *flags,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        async with client(address) as stubs:
+            yield PlannerProcess(process, stubs)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()

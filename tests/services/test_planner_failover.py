@@ -1,0 +1,221 @@
+"""Planners that die, lose their office or lose etcd: another leads, epochs grow, nothing is written unfenced."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import cast
+
+import grpc
+import grpc.aio
+import pytest
+from etcd_process import Etcd
+from evolving.core.planner import SplitShape
+from evolving.internal.v1 import planner_pb2 as internal_pb2
+from evolving.runtime.clock import SystemClock
+from evolving.runtime.election import Election
+from evolving.runtime.etcd import EtcdStore
+from evolving.runtime.keys import Split, decode
+from evolving.runtime.metrics import Metrics
+from evolving.runtime.store import Fenced, Guard
+from evolving.v1 import planner_pb2
+from evolving.wire.status import parse_error
+from evolving_planner.metrics import PlannerMetrics
+from evolving_planner.office import Office
+from evolving_planner.view import View
+from planner_harness import (
+    KEYS,
+    PlannerProcess,
+    eventually,
+    join,
+    open_store,
+    planner,
+    planner_process,
+)
+
+
+def to_shape(prefill: int, decode: int) -> planner_pb2.ProposeSplitRequest:
+    return planner_pb2.ProposeSplitRequest(shape=planner_pb2.SplitShape(prefill_nodes=prefill, decode_nodes=decode))
+
+
+async def stored_split(store: EtcdStore) -> Split:
+    found = await store.get(KEYS.split)
+    assert found is not None
+    return decode(Split, found.value)
+
+
+async def test_a_killed_leader_is_succeeded_and_epochs_only_grow(etcd: Etcd) -> None:
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(open_store(etcd))
+        await join(store, "a", "b", "c")
+        planners = [await stack.enter_async_context(planner_process(etcd.endpoints[0])) for _ in range(3)]
+        epochs: list[int] = []
+        leaders: list[str] = []
+        while planners:
+            leader = await the_leader(planners)
+            leaders.append(leader.client.address)
+            for request in (to_shape(1, 2), to_shape(2, 1)):
+                answer = await leader.client.public.ProposeSplit(request, timeout=10)
+                epochs.append(answer.split.epoch)
+                assert (await stored_split(store)).epoch == answer.split.epoch
+            for follower in planners:
+                if follower is not leader:
+                    await refuses_as_follower(follower, leader.client.address)
+            await leader.kill()
+            planners.remove(leader)
+            if planners:
+                reasons = await history(await the_leader(planners))
+                assert len(reasons) >= len(epochs) - 1, "a new leader has the history"
+        assert len(set(leaders)) == 3
+        assert epochs == sorted(set(epochs)), "strictly increasing"
+
+
+async def the_leader(planners: list[PlannerProcess]) -> PlannerProcess:
+    """Wait until one of these leads."""
+    found: list[PlannerProcess] = []
+
+    async def one_leads() -> bool:
+        found[:] = [one for one in planners if await one.client.leads()]
+        return bool(found)
+
+    await eventually(one_leads)
+    assert len(found) == 1
+    return found[0]
+
+
+async def refuses_as_follower(follower: PlannerProcess, leader_address: str) -> None:
+    async def knows_the_leader() -> bool:
+        return (await follower.client.get_split()).leader_address == leader_address
+
+    await eventually(knows_the_leader)
+    report = internal_pb2.ReportWorkRequest(partition_id="p0", node_id="a", sequence=1)
+    for call in (
+        follower.client.public.ProposeSplit(to_shape(1, 2), timeout=10),
+        follower.client.internal.ReportWork(report, timeout=10),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await call
+        detail = parse_error(error.value)
+        assert (detail.status, detail.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "NOT_LEADER")
+        assert detail.metadata["leader"] == leader_address
+
+
+async def history(of: PlannerProcess) -> list[str]:
+    answer = await of.client.public.ListDecisions(planner_pb2.ListDecisionsRequest(), timeout=10)
+    return [decision.reason for decision in answer.decisions]
+
+
+class FormerLeader:
+    """An election that still believes in an office it has lost: a process that was paused, a clock that stood."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+
+    def is_leader(self) -> bool:
+        return True
+
+    def fence(self) -> Guard:
+        return self._guard
+
+    async def leadership_changes(self):  # type: ignore[no-untyped-def]
+        yield True
+        await asyncio.Event().wait()
+
+
+async def test_a_former_leader_that_does_not_know_it_is_refused(etcd: Etcd) -> None:
+    async with open_store(etcd) as store:
+        former = await store.put(KEYS.leader("planner"), b"former")
+        await store.delete(KEYS.leader("planner"))
+        async with planner(etcd, initial_split="1P2D") as (_, client):
+            await join(store, "a", "b", "c")
+
+            async def split_written() -> bool:
+                return (await client.get_split()).split.epoch > 0
+
+            await eventually(split_written)
+            before = await stored_split(store)
+            view = View(store, KEYS)
+            metrics = PlannerMetrics(Metrics())
+            office = Office(store, KEYS, view, initial=None, decisions_kept=10, clock=SystemClock(), metrics=metrics)
+            election = FormerLeader(Guard(KEYS.leader("planner"), former.create_revision))
+            loops = [
+                asyncio.create_task(view.run()),
+                asyncio.create_task(office.run(cast(Election, election), "former")),
+            ]
+            try:
+                await asyncio.wait_for(view.loaded.wait(), 30)
+                with pytest.raises(Fenced):
+                    await office.propose(
+                        lambda split, live, _share: _propose(split, live, SplitShape(2, 1)),
+                    )
+            finally:
+                for loop in loops:
+                    loop.cancel()
+                await asyncio.gather(*loops, return_exceptions=True)
+            assert await stored_split(store) == before
+
+
+def _propose(split, live, shape):  # type: ignore[no-untyped-def]
+    from evolving.core.planner import propose_shape
+
+    return propose_shape(split, live, shape, expected_epoch=0, reason="", author="former", now_s=0.0)
+
+
+async def test_the_decision_of_a_leader_that_died_before_keeping_it_is_found_by_the_next(etcd: Etcd) -> None:
+    async with open_store(etcd) as store:
+        await join(store, "a", "b")
+        async with planner(etcd) as (_, client):
+
+            async def decided() -> bool:
+                answer = await client.public.ListDecisions(planner_pb2.ListDecisionsRequest(), timeout=10)
+                return len(answer.decisions) == 1
+
+            await eventually(decided)
+        kept = await store.get(KEYS.decisions)
+        split = await stored_split(store)
+        assert kept is not None
+        await store.put(
+            KEYS.split,
+            (await store.get(KEYS.split)).value.replace(b'"epoch":1', b'"epoch":2').replace(b"first split", b"orphan"),  # type: ignore[union-attr]
+        )
+        async with planner(etcd) as (_, client):
+
+            async def found() -> bool:
+                answer = await client.public.ListDecisions(planner_pb2.ListDecisionsRequest(), timeout=10)
+                return [d.epoch_after for d in answer.decisions] == [split.epoch + 1, split.epoch]
+
+            await eventually(found)
+            newest = (await client.public.ListDecisions(planner_pb2.ListDecisionsRequest(), timeout=10)).decisions[0]
+            assert newest.reason.startswith("orphan")
+
+
+async def test_without_etcd_reads_go_on_and_nothing_is_written(etcd: Etcd) -> None:
+    async with open_store(etcd) as store, planner(etcd) as (_, client):
+        await join(store, "a", "b")
+
+        async def split_written() -> bool:
+            return (await client.get_split()).split.epoch > 0
+
+        await eventually(split_written)
+        split = (await client.get_split()).split
+        etcd.members[0].kill()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await client.public.ProposeSplit(to_shape(1, 1), timeout=10)
+        assert parse_error(error.value).reason in {"STORE_UNAVAILABLE", "NOT_LEADER"}
+
+        async def stepped_down() -> bool:
+            return (await client.get_split()).leader_address == ""
+
+        await eventually(stepped_down)
+        assert (await client.get_split()).split == split
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await client.public.ProposeSplit(to_shape(1, 1), timeout=10)
+        assert parse_error(error.value).reason == "NOT_LEADER"
+        await etcd.restart(etcd.members[0])
+        await eventually(client.leads)
+        swapped = planner_pb2.RoleChanges(
+            roles={node: 3 - role for node, role in split.roles.items()}  # PREFILL is 1, DECODE is 2
+        )
+        answer = await client.public.ProposeSplit(planner_pb2.ProposeSplitRequest(changes=swapped), timeout=10)
+        assert answer.split.epoch > split.epoch
+        assert dict(answer.split.roles) == dict(swapped.roles)
