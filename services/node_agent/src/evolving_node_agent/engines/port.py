@@ -315,6 +315,13 @@ class Engine(Protocol):
         """The nonzero counts eviction goes by now, for audits."""
         ...
 
+    async def free_l1(self) -> int:
+        """Drop from L1 the blocks that L2 has too: now where no leg uses them, else when their last leg ends. L2 stays.
+
+        Called when the node's role went from DECODE to PREFILL. Returns the blocks dropped at once.
+        """
+        ...
+
     async def block_digests(self, names: Sequence[bytes], tier: Tier) -> Mapping[bytes, bytes]:
         """SHA-256 over the KV bytes (layers in order; per layer K then V, token-major) of blocks held in a tier."""
         ...

@@ -1,1 +1,22 @@
-"""An engine without a model, for tests and load."""
+"""An engine without a model: for tests of the control plane, fault injection and overhead benchmarks.
+
+| module | one line |
+|---|---|
+| engine.py | `MockEngine`, the whole port over lives that start, crash and stop |
+| life.py | one incarnation: the iteration loop, its legs and its server |
+| legs.py | the state of one prefill or decode leg |
+| cache.py | which blocks are where, locks, counts, eviction order, KV events |
+| pool.py | the bytes of one tier, page by page |
+| model.py | KV bytes from block names, tokens from KV bytes |
+| transport.py | checksummed frames over TCP, and what engines say to one another in them |
+| transfer.py | prefill to decode transfer, both ends |
+| fetch.py | reading peers' L2, both ends |
+| faults.py | crashes, stalls, slow links and flipped bits, on demand |
+| config.py | sizes, timing, faults |
+"""
+
+from evolving_node_agent.engines.mock.config import FaultPlan, MockConfig
+from evolving_node_agent.engines.mock.engine import MockEngine
+from evolving_node_agent.engines.mock.faults import Faults
+
+__all__ = ["FaultPlan", "Faults", "MockConfig", "MockEngine"]

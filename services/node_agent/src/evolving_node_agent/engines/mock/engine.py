@@ -1,0 +1,241 @@
+"""The engine port over lives that start, crash and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
+
+from evolving.runtime.clock import Clock, SystemClock
+from evolving_node_agent.engines.mock.cache import BlockCache
+from evolving_node_agent.engines.mock.config import MockConfig
+from evolving_node_agent.engines.mock.faults import Faults
+from evolving_node_agent.engines.mock.fetch import fetch, serve_read
+from evolving_node_agent.engines.mock.life import Life
+from evolving_node_agent.engines.mock.pool import Pool
+from evolving_node_agent.engines.mock.transfer import pull, serve_pull
+from evolving_node_agent.engines.mock.transport import Connection, Disconnected, Pull, Read
+from evolving_node_agent.engines.port import (
+    Aborted,
+    DecodeEvent,
+    DecodeJob,
+    EngineDown,
+    EngineError,
+    EngineInfo,
+    EngineStatus,
+    KvEvent,
+    PrefillEvent,
+    PrefillJob,
+    Tier,
+)
+
+
+class MockEngine:
+    """An `Engine` (see port.py) without a model, in this process."""
+
+    def __init__(self, config: MockConfig, clock: Clock | None = None, faults: Faults | None = None) -> None:
+        self.config = config
+        self.faults = faults or Faults(config.faults)
+        self.faults.on_crash = self._crash
+        self._clock = clock or SystemClock()
+        self._cache = self._empty_cache()
+        self._life: Life | None = None
+        self._loop_task: asyncio.Task[None] | None = None
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+        self._exit: asyncio.Future[int] | None = None
+
+    # -- life and death
+
+    async def start(self) -> EngineInfo:
+        """Begin a new life. What L2 held before a crash is still there, where the configuration says so."""
+        assert self._life is None, "start follows stop or a crash"
+        if self.faults.fail_starts > 0:
+            self.faults.fail_starts -= 1
+            raise EngineError("the engine was told to fail this start")
+        life = Life(self.config, self._clock, self.faults, self._cache, uuid.uuid4().hex)
+        self._server = await asyncio.start_server(partial(self._serve, life), self.config.host, 0)
+        port = self._server.sockets[0].getsockname()[1]
+        life.address = f"{self.config.advertise_host or self.config.host}:{port}"
+        self._life = life
+        self._exit = asyncio.get_running_loop().create_future()
+        self._loop_task = asyncio.create_task(self._run(life))
+        return self._info(life)
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no more legs, give running ones `grace_s`, then end everything. L2 is lost too."""
+        life = self._life
+        if life is not None:
+            life.shut(EngineDown("the engine is stopping"))
+            deadline_s = self._clock.now_s() + grace_s
+            while life.legs and self._life is life and self._clock.now_s() < deadline_s:
+                await self._clock.sleep(min(0.02, grace_s))
+            self._end_life(EngineDown("the engine was stopped"))
+        for task in list(self._connections):
+            await asyncio.wait([task])
+        self._cache = self._empty_cache()
+
+    async def exited(self) -> int:
+        """Wait for a crash; its status."""
+        assert self._exit is not None, "exited follows start"
+        return await asyncio.shield(self._exit)
+
+    def _crash(self, status: int) -> None:
+        if self._life is None:
+            return
+        self._end_life(EngineDown(f"the engine exited with status {status}"))
+        if self.config.l2_survives_crash:
+            self._cache.clear(Tier.L1)
+            self._cache.set_counts(dict.fromkeys(self._cache.counts(), 0))
+            self._cache.take_events()  # the next life says what is held
+        else:
+            self._cache = self._empty_cache()
+        if self._exit is not None and not self._exit.done():
+            self._exit.set_result(status)
+
+    def _end_life(self, error: EngineDown) -> None:
+        life, self._life = self._life, None
+        if life is None:
+            return
+        life.kill(error)
+        if self._server is not None:
+            self._server.close()
+        for task in self._connections:
+            task.cancel()
+        if self._loop_task is not None and self._loop_task is not asyncio.current_task():
+            self._loop_task.cancel()
+
+    async def _run(self, life: Life) -> None:
+        try:
+            await life.run()
+        except Exception:
+            self._crash(1)  # as an engine process would die of a bug; the traceback follows
+            raise
+
+    def _empty_cache(self) -> BlockCache:
+        config = self.config
+        l1 = Pool(config.l1_tokens // config.block_tokens, config.page_bytes)
+        return BlockCache(l1, Pool(config.l2_tokens // config.block_tokens, config.page_bytes))
+
+    def _info(self, life: Life) -> EngineInfo:
+        config = self.config
+        return EngineInfo(
+            incarnation=life.incarnation,
+            model=config.model,
+            kv_format=config.kv_format,
+            block_tokens=config.block_tokens,
+            vocab_size=config.vocab_size,
+            max_prompt_tokens=config.max_prompt_tokens,
+            max_context_tokens=config.max_context_tokens,
+            l1_tokens=config.l1_tokens,
+            l2_tokens=config.l2_tokens,
+            decode_slots=config.decode_slots,
+            chunk_tokens=config.chunk_tokens,
+            transfer_address=life.address,
+            pool_address=life.address,
+            pid=os.getpid(),
+        )
+
+    # -- legs
+
+    async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
+        """See port.py."""
+        life = self._living()
+        leg = life.add_prefill(job, partial(fetch, life))
+        try:
+            async for event in leg.events:
+                yield event
+        finally:
+            life.end(leg, Aborted("the iterator was closed"))
+
+    async def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
+        """See port.py."""
+        life = self._living()
+        leg = life.add_decode(job, partial(pull, life))
+        try:
+            async for event in leg.events:
+                yield event
+        finally:
+            life.end(leg, Aborted("the iterator was closed"))
+
+    async def abort(self, leg_id: str) -> bool:
+        """See port.py."""
+        leg = self._life.legs.get(leg_id) if self._life is not None else None
+        if self._life is None or leg is None:
+            return False
+        self._life.end(leg, Aborted(f"leg {leg_id} was aborted"))
+        return True
+
+    # -- what is seen and set
+
+    def status(self) -> EngineStatus:
+        """See port.py; empty while the engine is down."""
+        return self._life.status() if self._life is not None else EngineStatus()
+
+    async def status_changes(self) -> AsyncIterator[EngineStatus]:
+        """See port.py; ends with the life."""
+        async for status in self._living().status_readers.read():
+            yield status
+
+    async def kv_events(self) -> AsyncIterator[Sequence[KvEvent]]:
+        """See port.py; ends with the life."""
+        async for events in self._living().kv_readers.read():
+            yield events
+
+    async def set_counts(self, counts: Mapping[bytes, int]) -> None:
+        """See port.py."""
+        self._living()
+        self._cache.set_counts(counts)
+
+    async def counts(self) -> Mapping[bytes, int]:
+        """See port.py."""
+        self._living()
+        return self._cache.counts()
+
+    async def free_l1(self) -> int:
+        """See port.py."""
+        life = self._living()
+        dropped = self._cache.free_l1()
+        life.publish()
+        return dropped
+
+    async def block_digests(self, names: Sequence[bytes], tier: Tier) -> Mapping[bytes, bytes]:
+        """See port.py."""
+        self._living()
+        copies = {name: self._cache.read(name, tier) for name in names}
+        return {name: hashlib.sha256(data).digest() for name, data in copies.items() if data is not None}
+
+    def damage(self, name: bytes, tier: Tier) -> None:
+        """Flip a bit of a copy, as failing memory would."""
+        self._cache.damage(name, tier)
+
+    def check_invariants(self) -> None:
+        """Assert the bookkeeping of what is held; O(blocks)."""
+        self._cache.check_invariants()
+
+    def _living(self) -> Life:
+        if self._life is None:
+            raise EngineDown("the engine is not running")
+        return self._life
+
+    # -- what other engines ask
+
+    async def _serve(self, life: Life, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connection = Connection(reader, writer, self.config.stalled_transport_s)
+        self._connections.add(task)
+        try:
+            match await connection.receive():
+                case Pull() as request:
+                    await serve_pull(life, connection, request)
+                case Read() as request:
+                    await serve_read(life, connection, request)
+        except Disconnected:
+            return  # whoever asked is gone; a leg that this concerns was ended where it was noticed
+        finally:
+            self._connections.discard(task)
+            await connection.close()

@@ -1,0 +1,416 @@
+"""One life of a mock engine, from a start to a stop or crash: its legs and the iteration loop.
+
+An iteration decodes one token for the whole batch, then computes at most one chunk of prompts. State changes between
+awaits, never across them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+
+import numpy as np
+
+from evolving.core.timemodel import PrefillSums
+from evolving.core.work import query_key_pairs
+from evolving.runtime.clock import Clock
+from evolving_node_agent.engines.mock.cache import BlockCache, User
+from evolving_node_agent.engines.mock.config import MockConfig
+from evolving_node_agent.engines.mock.context import ContextKv
+from evolving_node_agent.engines.mock.faults import Faults
+from evolving_node_agent.engines.mock.legs import DecodeLeg, DecodeStage, Leg, PrefillLeg, PrefillStage
+from evolving_node_agent.engines.mock.model import finish_reason, next_token
+from evolving_node_agent.engines.mock.plan import Chunk, plan_chunks
+from evolving_node_agent.engines.mock.readers import KvReaders, StatusReaders
+from evolving_node_agent.engines.port import (
+    CachedTokens,
+    DecodeJob,
+    DecodeLost,
+    EngineDown,
+    EngineError,
+    EngineStatus,
+    Finished,
+    FinishReason,
+    NoRoom,
+    Prefilled,
+    PrefillJob,
+    Rejected,
+    Reserved,
+    Sent,
+    SourceLost,
+    Started,
+    Taken,
+    Tier,
+    Tokens,
+)
+
+
+class Life:
+    """The state and loop of one incarnation. `fetch` and `pull` bring KV from elsewhere; see fetch.py, transfer.py."""
+
+    def __init__(self, config: MockConfig, clock: Clock, faults: Faults, cache: BlockCache, incarnation: str) -> None:
+        self.config = config
+        self.clock = clock
+        self.faults = faults
+        self.cache = cache
+        self.incarnation = incarnation
+        self.address = ""  # host:port of this life's server, once it listens
+        self.legs: dict[str, Leg] = {}
+        self.kv_readers = KvReaders(cache)
+        self.status_readers = StatusReaders(self.status)
+        self._order = 0
+        self._queue: list[PrefillLeg] = []  # fetched, by rank
+        self._running: list[PrefillLeg] = []
+        self._reserving: list[DecodeLeg] = []
+        self._batch: list[DecodeLeg] = []
+        self._arrivals: dict[int, asyncio.Event] = {}  # transfer ids that decode legs wait for
+        self._wake = asyncio.Event()
+        self._down: EngineDown | None = None
+        self._iterations = 0
+        self._prefill_iterations = 0
+        self._prefill_tokens = 0
+
+    # -- legs come
+
+    def add_prefill(self, job: PrefillJob, fetch: Callable[[PrefillLeg], Coroutine[None, None, None]]) -> PrefillLeg:
+        """Take a prefill leg; `fetch` runs beside, then the leg is queued. Raises Rejected, EngineDown."""
+        self._check(job)
+        if self._transfer(job.transfer_id) is not None:
+            raise Rejected(f"transfer id {job.transfer_id} is in use")
+        self._order += 1
+        kv = ContextKv(self.cache, self.config, User.PREFILL, job.root, job.tokens)
+        leg = PrefillLeg(job, kv, self._order, self.clock.now_s())
+        self.legs[job.leg_id] = leg
+        if job.transfer_id in self._arrivals:
+            self._arrivals[job.transfer_id].set()
+        leg.tasks.append(asyncio.create_task(self._fetch_then_queue(leg, fetch)))
+        self.publish()
+        return leg
+
+    def add_decode(self, job: DecodeJob, pull: Callable[[DecodeLeg], Coroutine[None, None, None]]) -> DecodeLeg:
+        """Take a decode leg; `pull` runs once it has room. Raises Rejected, EngineDown."""
+        self._check(job)
+        kv = ContextKv(self.cache, self.config, User.DECODE, job.root, job.tokens)
+        leg = DecodeLeg(job, kv, job.tokens[len(job.tokens) - job.generated :].tolist())
+        self.legs[job.leg_id] = leg
+        self._reserving.append(leg)
+        leg.tasks.append(asyncio.create_task(self._expire_reservation(leg)))
+        leg.tasks.append(asyncio.create_task(self._pull_when_reserved(leg, pull)))
+        self._admit_decodes()
+        self.publish()
+        return leg
+
+    async def find_transfer(self, transfer_id: int) -> PrefillLeg | None:
+        """The prefill leg of that transfer id; waits a moment for one that is still on its way here."""
+        leg = self._transfer(transfer_id)
+        if leg is not None:
+            return leg
+        arrived = self._arrivals.setdefault(transfer_id, asyncio.Event())
+        deadline = asyncio.create_task(self.clock.sleep(self.config.rendezvous_s))
+        waiting = asyncio.create_task(arrived.wait())
+        try:
+            await asyncio.wait({deadline, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            deadline.cancel()
+            waiting.cancel()
+            self._arrivals.pop(transfer_id, None)
+        return self._transfer(transfer_id)
+
+    def _transfer(self, transfer_id: int) -> PrefillLeg | None:
+        for leg in self.legs.values():
+            if isinstance(leg, PrefillLeg) and leg.job.transfer_id == transfer_id:
+                return leg
+        return None
+
+    def pair(self, source: PrefillLeg, leg: DecodeLeg) -> None:
+        """Two legs of one request on this node: the end of one before the KV changed hands ends the other."""
+        source.partner, leg.partner = leg, source
+
+    def _check(self, job: PrefillJob | DecodeJob) -> None:
+        if self._down is not None:
+            raise self._down
+        config = self.config
+        prompt = len(job.tokens) - job.generated
+        if job.leg_id in self.legs:
+            raise Rejected(f"leg {job.leg_id} is running")
+        if len(job.root) != 32:
+            raise Rejected(f"the root is {len(job.root)} bytes, not 32")
+        if job.generated < 0 or prompt < 1:
+            raise Rejected("the prompt is empty")
+        if prompt > config.max_prompt_tokens or len(job.tokens) >= config.max_context_tokens:
+            raise Rejected(f"{prompt} prompt tokens exceed {config.max_prompt_tokens}, or leave no room for output")
+        if int(job.tokens.max()) >= config.vocab_size:
+            raise Rejected(f"token {int(job.tokens.max())} is not in the vocabulary of {config.vocab_size}")
+        if job.generated >= job.sampling.max_tokens:
+            raise Rejected("nothing is left to generate")
+
+    # -- legs go
+
+    def end(self, leg: Leg, error: EngineError | None = None) -> None:
+        """The leg is over, well or with `error`; all its room is free. Repeats do nothing."""
+        if self.legs.get(leg.job.leg_id) is not leg:
+            return
+        del self.legs[leg.job.leg_id]
+        if isinstance(leg, PrefillLeg):
+            leg.stage = PrefillStage.OVER
+        else:
+            leg.stage = DecodeStage.OVER
+        for legs in (self._queue, self._running, self._reserving, self._batch):
+            if leg in legs:
+                legs.remove(leg)  # type: ignore[arg-type]
+        leg.kv.release()
+        leg.events.close(error)
+        current = asyncio.current_task()
+        for task in leg.tasks:
+            if task is not current:
+                task.cancel()
+        self._end_partner(leg)
+        self._admit_decodes()
+        self.publish()
+        self._wake.set()
+
+    def _end_partner(self, leg: Leg) -> None:
+        partner, leg.partner = leg.partner, None
+        if partner is None:
+            return
+        partner.partner = None
+        lost = SourceLost if isinstance(partner, DecodeLeg) else DecodeLost
+        self.end(partner, lost("the other leg of this request ended"))
+
+    def sent(self, leg: PrefillLeg, transfer_s: float, size: int) -> None:
+        """The decode leg has all KV."""
+        if leg.stage is PrefillStage.HOLDING:
+            leg.events.put(Sent(transfer_s, size))
+            self.end(leg)
+
+    def landed(self, leg: DecodeLeg, pages: Sequence[bytes], first_token: int, transfer_s: float) -> None:
+        """The prompt's missing pages are here: decoding begins."""
+        if leg.stage is not DecodeStage.PULLING:
+            return
+        if leg.partner is not None:
+            leg.partner.partner = None
+            leg.partner = None
+        leg.kv.receive(pages)
+        leg.output.append(first_token)
+        leg.stage = DecodeStage.RUNNING
+        leg.events.put(Started(transfer_s, leg.cached_blocks * self.config.block_tokens))
+        self._batch.append(leg)
+        self.publish()
+        self._wake.set()
+
+    def shut(self, error: EngineDown) -> None:
+        """Nothing is taken any more; running legs go on."""
+        self._down = error
+        self.status_readers.wake()
+
+    def kill(self, error: EngineDown) -> None:
+        """Every leg ends with `error` and all readers with the last they have."""
+        self.shut(error)
+        for leg in list(self.legs.values()):
+            self.end(leg, error)
+        self.kv_readers.close()
+        self.status_readers.close()
+
+    # -- the loop
+
+    async def run(self) -> None:
+        """Iterate for ever; cancel to stop."""
+        while True:
+            await self.faults.pass_stall()
+            self._admit_prefills()
+            batch = list(self._batch)
+            chunks = plan_chunks(self._running, self.config.chunk_tokens)
+            if not batch and not chunks:
+                self.publish()
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            if batch:
+                await self._take_s(self._decode_s(batch))
+                self._decode(batch)
+            if chunks:
+                await self._take_s(self.config.prefill.prefill_iteration_s(_sums(chunks)))
+                self._prefill(chunks)
+            self._iterations += 1
+            self.publish()
+            await self._planned_faults()
+
+    async def _take_s(self, duration_s: float) -> None:
+        await self.clock.sleep(duration_s / self.config.speed_up)
+
+    async def _planned_faults(self) -> None:
+        plan = self.faults.plan
+        if self._iterations == plan.stall_after_iterations:
+            await self.clock.sleep(plan.stall_s)
+        if self._iterations == plan.crash_after_iterations:
+            self.faults.crash(plan.crash_status)
+
+    def _decode_s(self, batch: Sequence[DecodeLeg]) -> float:
+        return self.config.decode.decode_iteration_s(len(batch), sum(leg.context_tokens for leg in batch))
+
+    def _decode(self, batch: Sequence[DecodeLeg]) -> None:
+        for leg in batch:
+            if leg.stage is not DecodeStage.RUNNING:
+                continue  # aborted meanwhile
+            leg.kv.append(leg.output[-1])
+            token = self._draw(leg.kv, leg.job, leg.output)
+            leg.output.append(token)
+            leg.iterations += 1
+            leg.events.put(Tokens(len(leg.output) - 1, np.array([token], dtype=np.uint32)))
+            reason = self._finish(token, leg.output, leg.job)
+            if reason is not None:
+                leg.events.put(Finished(reason, leg.iterations))
+                self.end(leg)
+
+    def _prefill(self, chunks: Sequence[Chunk]) -> None:
+        self._prefill_iterations += 1
+        for chunk in chunks:
+            leg = chunk.leg
+            if leg.stage is not PrefillStage.RUNNING:
+                continue
+            leg.kv.compute(chunk.tokens)
+            leg.restored_tokens = 0
+            self._prefill_tokens += chunk.tokens
+            if leg.left == 0:
+                self._complete(leg)
+
+    def _complete(self, leg: PrefillLeg) -> None:
+        output = leg.job.tokens[len(leg.job.tokens) - leg.job.generated :].tolist()
+        leg.first_token = self._draw(leg.kv, leg.job, output)
+        output.append(leg.first_token)
+        finish = self._finish(leg.first_token, output, leg.job)
+        self._running.remove(leg)
+        leg.stage = PrefillStage.HOLDING
+        leg.events.put(Prefilled(leg.first_token, leg.cached, self.clock.now_s() - leg.taken_s, finish))
+        if finish is not None:
+            self.end(leg)
+            return
+        leg.ready.set()
+        leg.tasks.append(asyncio.create_task(self._expire_holding(leg)))
+
+    def _draw(self, kv: ContextKv, job: PrefillJob | DecodeJob, output: list[int]) -> int:
+        prompt = job.tokens[: len(job.tokens) - job.generated]
+        return next_token(kv.logits_seed(), job.sampling, prompt, output, self.config.vocab_size)
+
+    def _finish(self, token: int, output: list[int], job: PrefillJob | DecodeJob) -> FinishReason | None:
+        context_tokens = len(job.tokens) - job.generated + len(output)
+        config = self.config
+        return finish_reason(
+            token, len(output), context_tokens, job.sampling, config.eos_token_id, config.max_context_tokens
+        )
+
+    # -- room
+
+    def _admit_prefills(self) -> None:
+        """Take legs from the queue, best rank first, while this iteration's chunk has tokens left for them."""
+        while self._queue and sum(leg.left for leg in self._running) < self.config.chunk_tokens:
+            leg = self._queue[0]
+            config = self.config
+            reusable = (len(leg.job.tokens) - 1) // config.block_tokens  # the last token is always computed
+            reused = leg.kv.reserve(config.pages(len(leg.job.tokens)), reusable)
+            if reused is None:
+                return
+            self._queue.pop(0)
+            self._running.append(leg)
+            leg.stage = PrefillStage.RUNNING
+            leg.cached = self._cached(leg, *reused)
+            leg.restored_tokens = reused[1] * config.block_tokens
+            leg.taken_s = self.clock.now_s()
+            leg.events.put(Taken(leg.taken_s - leg.queued_s, leg.fetch_s))
+
+    def _cached(self, leg: PrefillLeg, l1_blocks: int, l2_blocks: int) -> CachedTokens:
+        from_l2 = leg.kv.names[l1_blocks : l1_blocks + l2_blocks]
+        peer_blocks = sum(name in leg.fetched for name in from_l2)
+        size = self.config.block_tokens
+        return CachedTokens(l1_blocks * size, (l2_blocks - peer_blocks) * size, peer_blocks * size)
+
+    def _admit_decodes(self) -> None:
+        """Give room to waiting decode legs, first come, first served."""
+        while self._reserving:
+            leg = self._reserving[0]
+            config = self.config
+            running = sum(isinstance(each, DecodeLeg) and each.reserved.is_set() for each in self.legs.values())
+            if running >= config.decode_slots:
+                return
+            tokens = len(leg.job.tokens)
+            # The last token drawn never gets KV.
+            final = min(config.max_context_tokens, tokens + leg.job.sampling.max_tokens - leg.job.generated) - 1
+            reused = leg.kv.reserve(config.pages(max(tokens, final)), tokens // config.block_tokens)
+            if reused is None:
+                return
+            self._reserving.pop(0)
+            leg.cached_blocks = sum(reused)
+            leg.stage = DecodeStage.PULLING
+            leg.events.put(Reserved())
+            leg.reserved.set()
+
+    # -- tasks of a leg
+
+    async def _fetch_then_queue(
+        self, leg: PrefillLeg, fetch: Callable[[PrefillLeg], Coroutine[None, None, None]]
+    ) -> None:
+        await fetch(leg)
+        if leg.stage is not PrefillStage.FETCHING:
+            return
+        leg.stage = PrefillStage.QUEUED
+        self._queue.append(leg)
+        self._queue.sort(key=lambda each: each.rank)
+        self.publish()
+        self._wake.set()
+
+    async def _expire_holding(self, leg: PrefillLeg) -> None:
+        await self.clock.sleep(leg.job.keep_s)
+        if not leg.pulled:
+            self.end(leg, DecodeLost(f"no decode leg came within {leg.job.keep_s} s"))
+
+    async def _expire_reservation(self, leg: DecodeLeg) -> None:
+        await self.clock.sleep(leg.job.reserve_deadline_s)
+        if leg.stage is DecodeStage.RESERVING:
+            self.end(leg, NoRoom(f"no room within {leg.job.reserve_deadline_s} s"))
+
+    async def _pull_when_reserved(
+        self, leg: DecodeLeg, pull: Callable[[DecodeLeg], Coroutine[None, None, None]]
+    ) -> None:
+        await leg.reserved.wait()
+        await pull(leg)
+
+    # -- what others see
+
+    def publish(self) -> None:
+        """Tell readers what changed."""
+        self.kv_readers.publish()
+        self.status_readers.wake()
+
+    def status(self) -> EngineStatus:
+        """The state now."""
+        prefills = [leg for leg in self.legs.values() if isinstance(leg, PrefillLeg)]
+        waiting = (PrefillStage.FETCHING, PrefillStage.QUEUED)
+        size = self.config.block_tokens
+        decodes = [leg for leg in self.legs.values() if isinstance(leg, DecodeLeg)]
+        return EngineStatus(
+            queued={leg.job.leg_id: self._uncached(leg) for leg in prefills if leg.stage in waiting},
+            prefilling={leg.job.leg_id: leg.left for leg in prefills if leg.stage is PrefillStage.RUNNING},
+            holding=sum(leg.stage is PrefillStage.HOLDING for leg in prefills),
+            decoding=len(self._batch),
+            decode_context_tokens=sum(leg.context_tokens for leg in self._batch),
+            reserved=sum(leg.stage is DecodeStage.PULLING for leg in decodes),
+            l1_used_tokens=self.cache.used(Tier.L1) * size,
+            l2_used_tokens=self.cache.used(Tier.L2) * size,
+            iterations=self._iterations,
+            prefill_iterations=self._prefill_iterations,
+            prefill_tokens=self._prefill_tokens,
+        )
+
+    def _uncached(self, leg: PrefillLeg) -> int:
+        tokens = len(leg.job.tokens)
+        reusable = (tokens - 1) // self.config.block_tokens
+        return tokens - self.cache.held(leg.kv.names[:reusable]) * self.config.block_tokens
+
+
+def _sums(chunks: Sequence[Chunk]) -> PrefillSums:
+    return PrefillSums(
+        uncached_tokens=sum(chunk.tokens for chunk in chunks),
+        query_key_pairs=sum(query_key_pairs(chunk.tokens, chunk.leg.kv.tokens) for chunk in chunks),
+        restored_tokens=sum(chunk.leg.restored_tokens for chunk in chunks),
+        cached_tokens=sum(chunk.leg.kv.tokens for chunk in chunks),
+    )

@@ -1,0 +1,82 @@
+"""Those who follow an engine: its KV events, gapless, and its status, newest only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from evolving_node_agent.engines.mock.cache import BlockCache
+from evolving_node_agent.engines.port import EngineStatus, KvEvent
+
+_STATUS_PERIOD_S = 1.0
+
+
+class KvReaders:
+    """Copies each change to every reader; each begins with all that is held."""
+
+    def __init__(self, cache: BlockCache) -> None:
+        self._cache = cache
+        self._queues: set[asyncio.Queue[Sequence[KvEvent] | None]] = set()
+        self._closed = False
+
+    def publish(self) -> None:
+        """Hand on what changed since the last call."""
+        events = self._cache.take_events()
+        if events:
+            for queue in self._queues:
+                queue.put_nowait(events)
+
+    def close(self) -> None:
+        """Readers end after what they have."""
+        self._closed = True
+        for queue in self._queues:
+            queue.put_nowait(None)
+
+    async def read(self) -> AsyncIterator[Sequence[KvEvent]]:
+        """All that is held, then each change; ends with the life."""
+        if self._closed:
+            return
+        self.publish()
+        queue: asyncio.Queue[Sequence[KvEvent] | None] = asyncio.Queue()
+        queue.put_nowait(self._cache.snapshot())
+        self._queues.add(queue)
+        try:
+            while (events := await queue.get()) is not None:
+                yield events
+        finally:
+            self._queues.discard(queue)
+
+
+class StatusReaders:
+    """Tells readers that the status changed; a slow one sees only the newest."""
+
+    def __init__(self, status: Callable[[], EngineStatus]) -> None:
+        self._status = status
+        self._changed: set[asyncio.Event] = set()
+        self._closed = False
+
+    def wake(self) -> None:
+        """The status may have changed."""
+        for event in self._changed:
+            event.set()
+
+    def close(self) -> None:
+        """Readers end."""
+        self._closed = True
+        self.wake()
+
+    async def read(self) -> AsyncIterator[EngineStatus]:
+        """The status now, on each change, and at least once a second; ends with the life."""
+        changed = asyncio.Event()
+        self._changed.add(changed)
+        try:
+            while not self._closed:
+                changed.clear()
+                yield self._status()
+                try:
+                    async with asyncio.timeout(_STATUS_PERIOD_S):
+                        await changed.wait()
+                except TimeoutError:
+                    continue  # nothing changed: say the same again, as a sign of life
+        finally:
+            self._changed.discard(changed)

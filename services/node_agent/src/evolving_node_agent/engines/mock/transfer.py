@@ -1,0 +1,161 @@
+"""Bringing a prompt's KV from its prefill leg to its decode leg, both ends. On one node nothing is sent.
+
+Whoever's leg ends closes the connection, and that ends the other leg: with SourceLost or DecodeLost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from evolving_node_agent.engines.mock.legs import DecodeLeg, PrefillLeg
+from evolving_node_agent.engines.mock.life import Life
+from evolving_node_agent.engines.mock.transport import (
+    Connection,
+    Damaged,
+    Disconnected,
+    Failed,
+    Landed,
+    Message,
+    Page,
+    PagesEnd,
+    Pull,
+    Resend,
+    Waiting,
+)
+from evolving_node_agent.engines.port import DecodeLost, SourceLost
+
+_RESENDS = 3  # rounds of pages that came damaged; then the link is given up
+
+
+async def pull(life: Life, leg: DecodeLeg) -> None:
+    """Bring the prompt's KV to `leg` and start it, or end it with SourceLost."""
+    if leg.job.source_address == life.address:
+        await _take_over(life, leg)
+        return
+    try:
+        connection = await Connection.open(leg.job.source_address, life.config.stalled_transport_s)
+        try:
+            await _pull_over(life, leg, connection)
+        finally:
+            await connection.close()
+    except Disconnected as error:
+        life.end(leg, SourceLost(f"{leg.job.source_node_id}: {error}"))
+
+
+async def _take_over(life: Life, leg: DecodeLeg) -> None:
+    """Both legs are here: the prompt's blocks are shared, and only its incomplete page is copied."""
+    source = await life.find_transfer(leg.job.transfer_id)
+    if source is None or source.pulled:
+        life.end(leg, SourceLost(f"no prefill leg offers transfer {leg.job.transfer_id}"))
+        return
+    source.pulled = True
+    life.pair(source, leg)
+    await source.ready.wait()
+    pages = [source.kv.page(index) for index in range(leg.cached_blocks, _pages(life, source))]
+    life.landed(leg, pages, source.first_token, 0.0)
+    life.sent(source, 0.0, 0)
+
+
+async def _pull_over(life: Life, leg: DecodeLeg, connection: Connection) -> None:
+    await connection.send(Pull(leg.job.transfer_id, life.config.kv_format, leg.cached_blocks))
+    wanted = range(leg.cached_blocks, life.config.pages(len(leg.job.tokens)))
+    got: dict[int, bytes] = {}
+    resends = 0
+    started_s = life.clock.now_s()
+    while True:
+        message = await connection.receive()
+        match message:
+            case Waiting():
+                started_s = life.clock.now_s()
+            case Page(index, data):
+                got[index] = data
+            case Damaged():
+                continue  # its page will be missing at the end
+            case PagesEnd(first_token):
+                missing = [index for index in wanted if index not in got]
+                if not missing:
+                    life.landed(leg, [got[index] for index in wanted], first_token, life.clock.now_s() - started_s)
+                    await connection.send(Landed())
+                    return
+                if resends == _RESENDS:
+                    raise Disconnected("pages keep coming damaged")
+                resends += 1
+                await connection.send(Resend(missing))
+            case Failed(reason):
+                raise Disconnected(reason)
+            case _:
+                raise Disconnected(f"unexpected {type(message).__name__}")
+
+
+async def serve_pull(life: Life, connection: Connection, pull: Pull) -> None:
+    """Send a prefill leg's KV once it is computed. Whatever breaks before `Landed` ends the leg with DecodeLost."""
+    leg = await life.find_transfer(pull.transfer_id)
+    if leg is None or leg.pulled or pull.kv_format != life.config.kv_format:
+        await connection.send(Failed(f"no prefill leg offers transfer {pull.transfer_id}"))
+        return
+    leg.pulled = True
+    inbox: asyncio.Queue[Message] = asyncio.Queue()
+    listener = asyncio.create_task(_listen(life, leg, connection, inbox))
+    serving = asyncio.current_task()
+    assert serving is not None
+    leg.tasks += [listener, serving]  # the end of the leg ends both, and with them the connection
+    try:
+        await _serve(life, leg, connection, pull.first_block, inbox)
+    except (Disconnected, TimeoutError) as error:
+        life.end(leg, DecodeLost(f"{type(error).__name__}: {error}"))
+    finally:
+        listener.cancel()
+
+
+async def _listen(life: Life, leg: PrefillLeg, connection: Connection, inbox: asyncio.Queue[Message]) -> None:
+    message: Message | None = None
+    try:
+        while not isinstance(message, Landed):
+            message = await connection.receive(patient=True)
+            inbox.put_nowait(message)
+    except Disconnected as error:
+        life.end(leg, DecodeLost(str(error)))
+
+
+async def _serve(
+    life: Life, leg: PrefillLeg, connection: Connection, first_block: int, inbox: asyncio.Queue[Message]
+) -> None:
+    silence_s = life.config.stalled_transport_s
+    while not leg.ready.is_set():
+        try:
+            async with asyncio.timeout(silence_s / 4):
+                await leg.ready.wait()
+        except TimeoutError:
+            await connection.send(Waiting())
+    await connection.send(Waiting())  # from here on the other side counts transfer time
+    started_s = life.clock.now_s()
+    size = 0
+    indices: Sequence[int] = range(first_block, _pages(life, leg))
+    while True:
+        size += await _send_pages(life, leg, connection, indices)
+        async with asyncio.timeout(silence_s):
+            answer = await inbox.get()
+        match answer:
+            case Landed():
+                life.sent(leg, life.clock.now_s() - started_s, size)
+                return
+            case Resend(missing):
+                indices = [index for index in missing if 0 <= index < _pages(life, leg)]
+            case _:
+                raise Disconnected(f"unexpected {type(answer).__name__}")
+
+
+async def _send_pages(life: Life, leg: PrefillLeg, connection: Connection, indices: Sequence[int]) -> int:
+    size = 0
+    for index in indices:
+        await life.clock.sleep(life.faults.transfer_delay_s + life.config.page_bytes / life.config.transfer_bytes_per_s)
+        data = leg.kv.page(index)
+        await connection.send(Page(index, data), damaged=life.faults.damages_next_page())
+        size += len(data)
+    await connection.send(PagesEnd(leg.first_token))
+    return size
+
+
+def _pages(life: Life, leg: PrefillLeg) -> int:
+    return life.config.pages(len(leg.job.tokens))

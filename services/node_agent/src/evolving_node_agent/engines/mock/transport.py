@@ -1,0 +1,136 @@
+"""Checksummed frames over TCP, and what mock engines say to one another in them.
+
+A frame is length (u32), CRC-32 of the payload (u32), payload: one msgpack message. A frame whose checksum is wrong is
+reported as `Damaged` and the stream goes on, since its length field held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import zlib
+
+import msgspec
+
+_HEADER = struct.Struct("<II")
+_MAX_FRAME_BYTES = 64 * 1024 * 1024
+
+
+class Pull(msgspec.Struct, tag="pull", frozen=True):
+    """Decode leg → prefill leg: send the prompt's KV from block `first_block` on, when it is there."""
+
+    transfer_id: int
+    kv_format: str
+    first_block: int
+
+
+class Waiting(msgspec.Struct, tag="waiting", frozen=True):
+    """The prefill leg isn't done, but lives."""
+
+
+class Page(msgspec.Struct, tag="page", frozen=True):
+    """KV of one block of the prompt; the last one may be incomplete."""
+
+    index: int
+    data: bytes
+
+
+class PagesEnd(msgspec.Struct, tag="end", frozen=True):
+    """All pages asked for were sent. `first_token`: what the prefill leg sampled."""
+
+    first_token: int
+
+
+class Resend(msgspec.Struct, tag="resend", frozen=True):
+    """These pages came damaged."""
+
+    indices: list[int]
+
+
+class Landed(msgspec.Struct, tag="landed", frozen=True):
+    """The decode leg has everything."""
+
+
+class Failed(msgspec.Struct, tag="failed", frozen=True):
+    """The other side's leg is over without success."""
+
+    reason: str
+
+
+class Read(msgspec.Struct, tag="read", frozen=True):
+    """Send these blocks of your L2, as far as you have them without a gap."""
+
+    incarnation: str
+    kv_format: str
+    names: list[bytes]
+
+
+class Damaged(msgspec.Struct, tag="damaged", frozen=True):
+    """Never sent: stands for a frame whose checksum was wrong."""
+
+
+Message = Pull | Waiting | Page | PagesEnd | Resend | Landed | Failed | Read | Damaged
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Disconnected(Exception):
+    """The connection broke, fell silent for too long, or carried something that is no frame."""
+
+
+class Connection:
+    """One TCP connection between two engines."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, silence_s: float) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._silence_s = silence_s  # receive gives up after so many seconds without a message
+
+    @classmethod
+    async def open(cls, address: str, silence_s: float) -> Connection:
+        """Connect to "host:port". Raises Disconnected."""
+        host, _, port = address.rpartition(":")
+        try:
+            async with asyncio.timeout(silence_s):
+                reader, writer = await asyncio.open_connection(host, int(port))
+        except (OSError, TimeoutError, ValueError) as error:
+            raise Disconnected(f"cannot reach {address}: {error}") from error
+        return cls(reader, writer, silence_s)
+
+    async def send(self, message: Message, *, damaged: bool = False) -> None:
+        """Send one message; `damaged` flips a bit after the checksum was taken. Raises Disconnected."""
+        payload = _encoder.encode(message)
+        header = _HEADER.pack(len(payload), zlib.crc32(payload))
+        if damaged:
+            payload = payload[:-1] + bytes([payload[-1] ^ 1])
+        try:
+            self._writer.write(header + payload)
+            async with asyncio.timeout(self._silence_s):
+                await self._writer.drain()
+        except (OSError, TimeoutError) as error:
+            raise Disconnected(str(error)) from error
+
+    async def receive(self, *, patient: bool = False) -> Message:
+        """The next message; `patient` waits for ever. Raises Disconnected."""
+        try:
+            async with asyncio.timeout(None if patient else self._silence_s):
+                length, checksum = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
+                if length > _MAX_FRAME_BYTES:
+                    raise Disconnected(f"a frame of {length} bytes")
+                payload = await self._reader.readexactly(length)
+        except (OSError, EOFError, TimeoutError) as error:
+            raise Disconnected(f"{type(error).__name__}: {error}") from error
+        if zlib.crc32(payload) != checksum:
+            return Damaged()
+        try:
+            return _decoder.decode(payload)
+        except msgspec.MsgspecError as error:
+            raise Disconnected(f"not a message: {error}") from error
+
+    async def close(self) -> None:
+        """Close; never fails."""
+        self._writer.close()
+        try:
+            await self._writer.wait_closed()
+        except OSError:
+            return  # the peer was gone already, which is as closed as it gets
