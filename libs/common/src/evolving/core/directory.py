@@ -31,7 +31,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from evolving.core import directory_audit, directory_begin, directory_nodes, directory_requests, directory_views
 from evolving.core.config import DirectoryConfig
+from evolving.core.directory_state import DirectoryState
 from evolving.core.directory_types import (
     AuditReport,
     Begin,
@@ -53,7 +55,7 @@ class Directory:
     """The state machine. One per partition; not thread-safe; no I/O."""
 
     def __init__(self, config: DirectoryConfig | None = None) -> None:
-        self._config = config or DirectoryConfig()
+        self._state = DirectoryState.new(config or DirectoryConfig())
 
     # ------------------------------------------------------------------------------------------------------- requests
 
@@ -63,42 +65,47 @@ class Directory:
         Cost grows with the new blocks and with the runs on the context's path, not with its blocks.
         Raises BranchEnded, StaleVersion, NeedFull, RequestConflict, InvalidArgument; then nothing changed.
         """
-        raise NotImplementedError
+        return directory_begin.begin(self._state, self._state.advance(now_s), event)
 
     def match(self, now_s: float, names: bytes) -> Match:
         """Where the blocks of a context are, for a request without a branch. Raises InvalidArgument."""
-        raise NotImplementedError
+        self._state.advance(now_s)
+        return self._state.index.match(names)
 
     def landed(self, now_s: float, event: Landed) -> list[Effect]:
         """Set the home of a run in a phase. Raises InvalidArgument; an unknown node, branch, request or an old version
         is ignored."""
-        raise NotImplementedError
+        return directory_requests.landed(self._state, self._state.advance(now_s), event)
 
     def output(self, now_s: float, event: Output) -> list[Effect]:
         """Append completed output blocks to the context, provisionally. Ignored like Landed; also when it leaves a gap
         or disagrees with blocks already there. Raises InvalidArgument."""
-        raise NotImplementedError
+        return directory_requests.output(self._state, self._state.advance(now_s), event)
 
     def request_done(self, now_s: float, tenant: str, branch_id: str, request_id: str) -> list[Effect]:
         """A request is over, whatever its outcome; ends the branch when its Begin said end_after. Repeats and unknown
         requests are ignored."""
-        raise NotImplementedError
+        now_s = self._state.advance(now_s)
+        return directory_requests.request_done(self._state, now_s, tenant, branch_id, request_id)
 
     def end(self, now_s: float, tenant: str, branch_ids: Sequence[str], subtree: bool = False) -> list[Effect]:
         """End branches, with `subtree` all their live descendants too. Unknown and ended ones are no-ops. Running
         requests are not cancelled; what they report later is ignored."""
-        raise NotImplementedError
+        return directory_requests.end(self._state, self._state.advance(now_s), tenant, branch_ids, subtree)
 
     # ---------------------------------------------------------------------------------------------------------- nodes
 
-    def node_up(self, now_s: float, node_id: str, incarnation: str) -> list[Effect]:
+    def node_up(self, now_s: float, node_id: str, incarnation: str, next_sequence: int = 0) -> list[Effect]:
         """A node is there. Under a new incarnation it holds nothing and its event sequence starts at 1; under the one
-        already known nothing changes."""
-        raise NotImplementedError
+        already known nothing changes. `next_sequence`: the next batch it will send, where it says so; when batches
+        before it are missing here, or a resync was under way, yields NeedResync. Raises InvalidArgument."""
+        self._state.advance(now_s)
+        return directory_nodes.node_up(self._state, node_id, incarnation, next_sequence)
 
     def node_gone(self, now_s: float, node_id: str) -> list[Effect]:
         """A node is gone for good: its homes and copies vanish. Unknown: no-op."""
-        raise NotImplementedError
+        self._state.advance(now_s)
+        return directory_nodes.node_gone(self._state, node_id)
 
     def node_events(
         self, now_s: float, node_id: str, incarnation: str, sequence: int, events: Sequence[NodeEvent]
@@ -108,19 +115,23 @@ class Directory:
         A batch seen before is ignored; a gap, or a run whose parent is unknown, yields NeedResync, and batches are
         ignored until the resync. Raises UnknownNode, StaleIncarnation, InvalidArgument.
         """
-        raise NotImplementedError
+        self._state.advance(now_s)
+        return directory_nodes.node_events(self._state, node_id, incarnation, sequence, events)
 
     def resync_begin(self, now_s: float, node_id: str, incarnation: str) -> list[Effect]:
         """A snapshot follows: the node holds nothing until told. Raises UnknownNode, StaleIncarnation."""
-        raise NotImplementedError
+        self._state.advance(now_s)
+        return directory_nodes.resync_begin(self._state, node_id, incarnation)
 
     def resync_events(self, now_s: float, node_id: str, incarnation: str, events: Sequence[NodeEvent]) -> list[Effect]:
         """Part of a snapshot, parents before children. An unknown parent is InvalidArgument. Raises as node_events."""
-        raise NotImplementedError
+        self._state.advance(now_s)
+        return directory_nodes.resync_events(self._state, node_id, incarnation, events)
 
     def resync_end(self, now_s: float, node_id: str, incarnation: str, sequence: int) -> list[Effect]:
         """The snapshot is complete and covers everything up to batch `sequence`; the next batch is sequence + 1."""
-        raise NotImplementedError
+        self._state.advance(now_s)
+        return directory_nodes.resync_end(self._state, node_id, incarnation, sequence)
 
     def role_switch(self, now_s: float, node_id: str, old: Role, new: Role) -> list[Effect]:
         """A node's role changed. Only DECODE→PREFILL does anything (§4.1; DirectoryConfig.decode_to_prefill):
@@ -128,27 +139,28 @@ class Directory:
         KEEP: in every branch, blocks without a PREFILL home that the node holds in L2 get it as PREFILL home; then the
         node's DECODE homes go. RESET: all homes and copies of the node go. Raises UnknownNode.
         """
-        raise NotImplementedError
+        self._state.advance(now_s)
+        return directory_nodes.role_switch(self._state, node_id, old, new)
 
     # ----------------------------------------------------------------------------------------------------------- time
 
     def tick(self, now_s: float) -> list[Effect]:
         """Let time pass: end idle branches, give up silent requests, forget tombstones, sweep copies of lost nodes."""
-        raise NotImplementedError
+        return directory_requests.tick(self._state, self._state.advance(now_s))
 
     def next_wakeup_s(self) -> float | None:
         """When `tick` has something to do next; None: never, as things stand."""
-        raise NotImplementedError
+        return directory_requests.next_wakeup_s(self._state)
 
     # ---------------------------------------------------------------------------------------------------------- reads
 
     def block(self, name: bytes) -> BlockView | None:
         """One block; None: no copy and no branch. May walk all runs."""
-        raise NotImplementedError
+        return directory_views.block(self._state, name)
 
     def branch(self, now_s: float, tenant: str, branch_id: str) -> BranchView | None:
         """One branch, also an ended one while its tombstone lasts."""
-        raise NotImplementedError
+        return directory_views.branch(self._state, now_s, (tenant, branch_id))
 
     def branches(
         self,
@@ -159,29 +171,29 @@ class Directory:
         include_ended: bool = False,
     ) -> list[BranchView]:
         """Branches ordered by (tenant, id), those after `after`, at most `limit`."""
-        raise NotImplementedError
+        return directory_views.branches(self._state, now_s, after, limit, tenant, include_ended)
 
     def context_counts(self, tenant: str, branch_id: str) -> BlockCounts:
         """Counts of the blocks of a live branch's context; zeros for an unknown one."""
-        raise NotImplementedError
+        return directory_views.context_counts(self._state, (tenant, branch_id))
 
     def pool_counts(self) -> BlockCounts:
         """The same over every block anyone holds. Walks all runs."""
-        raise NotImplementedError
+        return directory_views.pool_counts(self._state)
 
     def node_counts(self, node_id: str) -> list[tuple[bytes, int]]:
         """Nonzero counts on a node as (names, count) by run. Walks all runs. Raises UnknownNode."""
-        raise NotImplementedError
+        return directory_views.node_counts(self._state, node_id)
 
     def stats(self) -> Stats:
         """Sizes and counters."""
-        raise NotImplementedError
+        return directory_views.stats(self._state)
 
     def audit(self, node_counts: Mapping[str, Mapping[bytes, int]] | None = None) -> AuditReport:
         """Compare incremental counts, a recount from the branch table and, where given by node id, the counts nodes
         evict by (nonzero ones by name). Walks everything."""
-        raise NotImplementedError
+        return directory_audit.audit(self._state, node_counts or {})
 
     def check_invariants(self) -> None:
         """Assert everything that must hold between events. Walks everything; for tests."""
-        raise NotImplementedError
+        directory_audit.check_invariants(self._state)

@@ -30,7 +30,7 @@ class Begin:
     version: int = 0  # 0: the current one, or 1 for a new branch
     parent_branch_id: str = ""  # "": a root. Looked at only when the branch is new
     base_blocks: int = 0
-    base_name: bytes = b""  # name of block base_blocks − 1; empty when base_blocks is 0
+    base_name: bytes = b""  # name of block base_blocks - 1; empty when base_blocks is 0
     new_names: bytes = b""
     end_after: bool = False  # end the branch once this request is done
     body_digest: bytes = (

@@ -1,0 +1,41 @@
+"""What the parts of the directory share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from evolving.core.branches import BranchTable
+from evolving.core.config import DirectoryConfig
+from evolving.core.directory_types import Effect, Ignored
+from evolving.core.prefix_index import PrefixIndex
+from evolving.core.refcounts import RefCounts
+
+
+@dataclass(slots=True)
+class DirectoryState:
+    """The prefix index, the counts over it, the branch table, and counters for metrics."""
+
+    config: DirectoryConfig
+    index: PrefixIndex
+    counts: RefCounts
+    table: BranchTable
+    now_s: float = 0.0  # the latest time seen; never runs back
+    counters: Counter[str] = field(default_factory=Counter)
+    ignored: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def new(cls, config: DirectoryConfig) -> DirectoryState:
+        """An empty directory."""
+        index = PrefixIndex(config.run_blocks_max)
+        return cls(config, index, RefCounts(index), BranchTable(config.remembered_requests))
+
+    def advance(self, now_s: float) -> float:
+        """The time to reckon with."""
+        self.now_s = max(self.now_s, now_s)
+        return self.now_s
+
+    def ignore(self, kind: str, reason: str) -> list[Effect]:
+        """The effects of an event that changes nothing."""
+        self.ignored[kind] += 1
+        return [Ignored(kind, reason)]

@@ -1,0 +1,320 @@
+"""Which node holds which block in which tier, over the run tree; and how far into a context each node's copies reach.
+
+A node is a *slot*: one bit in the runs' L1 and L2 masks. When a node goes, or starts anew, its slot is retired: its
+bits mean nothing from then on, and `sweep` clears them from the runs in slices before the slot is used again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from evolving.core.directory_types import HolderRun, Match, NodeDepth, RunRef
+from evolving.core.errors import BrokenChain, InvalidArgument
+from evolving.core.runs import Run, RunTree, common_blocks
+from evolving.core.terms import ANCHOR_BLOCKS, NAME_BYTES, Tier
+
+_MASK_CACHE_MAX = 4096
+
+
+class UnknownParent(Exception):
+    """A run hangs under a block that is not in the index: the sender has to say everything it holds."""
+
+
+class Touched(NamedTuple):
+    """A stretch with homes that a node came to hold, or no longer holds in any tier."""
+
+    names: bytes
+    homes: dict[int, int]
+
+
+class Change(NamedTuple):
+    """What an event of a node changed: blocks of the tier added or removed, and stretches whose counts it touches."""
+
+    blocks: int
+    touched: list[Touched]
+
+
+def check_names(names: bytes) -> int:
+    """Number of names. Raises InvalidArgument when they are not 16 bytes each."""
+    if len(names) % NAME_BYTES:
+        raise InvalidArgument(f"names must be {NAME_BYTES} bytes each, got {len(names)} bytes")
+    return len(names) // NAME_BYTES
+
+
+def check_run(ref: RunRef) -> None:
+    """Raise InvalidArgument unless `ref` can be a run."""
+    blocks = check_names(ref.names)
+    if ref.first_block < 0 or ref.first_block % ANCHOR_BLOCKS:
+        raise InvalidArgument(f"first_block must be a multiple of {ANCHOR_BLOCKS}, got {ref.first_block}")
+    if not 0 <= ref.skip < blocks:
+        raise InvalidArgument(f"a run of {blocks} blocks can't skip {ref.skip}")
+
+
+class PrefixIndex(RunTree):
+    """The run tree with copies."""
+
+    def __init__(self, run_blocks_max: int = 256) -> None:
+        super().__init__(run_blocks_max)
+        self._slots: list[str | None] = []  # slot -> node id; None: free, retired or being swept
+        self._nodes_of: dict[int, tuple[str, ...]] = {}  # mask -> node ids, in slot order
+        self.live = 0  # bits of all nodes
+        self._sweeping = 0  # retired bits the sweep in progress clears
+        self._sweep_left: list[Run] = []
+
+    # ----------------------------------------------------------------------------------------------------------- slots
+
+    def add_node(self, node_id: str) -> int:
+        """Give a node a slot; returns its bit."""
+        slot = next((s for s in range(len(self._slots)) if not (self.live | self.retired) >> s & 1), len(self._slots))
+        if slot == len(self._slots):
+            self._slots.append(None)
+        self._slots[slot] = node_id
+        self.live |= 1 << slot
+        self._nodes_of.clear()
+        return 1 << slot
+
+    def retire(self, bit: int) -> None:
+        """All copies of the node with this bit are gone."""
+        assert self.live & bit
+        self._slots[bit.bit_length() - 1] = None
+        self.live &= ~bit
+        self.retired |= bit
+        self._nodes_of.clear()
+
+    def sweep(self, runs_max: int) -> None:
+        """Clear retired bits from at most `runs_max` runs; delete runs nothing needs any more."""
+        if not self._sweeping:
+            if not self.retired:
+                return
+            self._sweeping = self.retired
+            self._sweep_left = self.indexed_runs()
+        keep = ~self._sweeping
+        for _ in range(min(runs_max, len(self._sweep_left))):
+            run = self._sweep_left.pop()
+            if run.size and (run.l1 | run.l2) & self._sweeping:
+                run.l1 &= keep
+                run.l2 &= keep
+                self.prune(run)
+        if not self._sweep_left:
+            self.retired &= keep
+            self._sweeping = 0
+
+    def nodes_of(self, mask: int) -> tuple[str, ...]:
+        """Node ids of the live bits of a mask, in slot order."""
+        nodes = self._nodes_of.get(mask)
+        if nodes is None:
+            if len(self._nodes_of) >= _MASK_CACHE_MAX:
+                self._nodes_of.clear()
+            found = [node for slot, node in enumerate(self._slots) if mask >> slot & 1 and node is not None]
+            nodes = self._nodes_of[mask] = tuple(found)
+        return nodes
+
+    # ---------------------------------------------------------------------------------------------------------- copies
+
+    def add_copies(self, bit: int, tier: Tier, ref: RunRef) -> Change:
+        """A node holds the blocks of a checked run in a tier.
+
+        Raises UnknownParent, BrokenChain; then blocks before the offending one may have been added.
+        """
+        names, end = ref.names, len(ref.names)
+        l1, l2 = (bit, 0) if tier is Tier.L1 else (0, bit)
+        run, depth = self._locate(ref)
+        at = ref.skip * NAME_BYTES
+        added = 0
+        touched: list[Touched] = []
+        while at < end:
+            if run is None or depth == run.start + run.size:
+                child = self._by_name.get(names[at : at + NAME_BYTES])
+                if child is None:
+                    rest = names[at:]
+                    self.check_new(depth, rest)
+                    self.grow(run, depth, rest, l1, l2)
+                    added += len(rest) // NAME_BYTES
+                    break
+                if child.parent is not run or child.start != depth:
+                    raise BrokenChain(f"block {depth} is known under another parent")
+                run = child
+            same = common_blocks(run, depth, names, at)
+            if same == 0:  # another continuation branches off inside this run
+                run = self.split(run, depth - run.start)
+                continue
+            if (run.l1 & l1) | (run.l2 & l2) == 0:
+                run = self._cut_out(run, depth, same)
+                if run.homes is not None and not (run.l1 | run.l2) & bit:
+                    touched.append(Touched(run.names, run.homes))
+                run.l1 |= l1
+                run.l2 |= l2
+                added += same
+                self.merge(run)
+            depth += same
+            at += same * NAME_BYTES
+        return Change(added, touched)
+
+    def _locate(self, ref: RunRef) -> tuple[Run | None, int]:
+        """The position of the first block meant. The blocks before it must be known; those of a run that starts a
+        context are all named, so they are added as holes instead. Raises UnknownParent, BrokenChain."""
+        if ref.first_block == 0:
+            if ref.skip == 0:
+                return None, 0
+            before = ref.names[: ref.skip * NAME_BYTES]
+            run, depth = self.walk(None, 0, before)
+            if depth < ref.skip:
+                self.check_new(depth, ref.names[depth * NAME_BYTES :])
+                run = self.extend(run, depth, before[depth * NAME_BYTES :])
+            return run, ref.skip
+        run = self._by_name.get(ref.names[:NAME_BYTES])
+        if run is None:
+            raise UnknownParent(f"block {ref.first_block} is not known")
+        if not run.start <= ref.first_block < run.start + run.size:
+            raise BrokenChain(f"block {ref.first_block} is known at another depth")
+        if ref.skip == 0:
+            return (run, ref.first_block) if run.start < ref.first_block else (run.parent, ref.first_block)
+        found, depth = self.walk(run, ref.first_block, ref.names[: ref.skip * NAME_BYTES])
+        if depth < ref.first_block + ref.skip:
+            raise UnknownParent(f"block {depth} is not known")
+        return found, depth
+
+    def _cut_out(self, run: Run, depth: int, blocks: int) -> Run:
+        """The blocks [depth, depth + blocks) of a run as a run of their own."""
+        if depth > run.start:
+            self.split(run, depth - run.start)
+        if blocks < run.size:
+            return self.split(run, blocks)
+        return run
+
+    def remove_copies(self, bit: int, tier: Tier, ref: RunRef) -> Change:
+        """A node no longer holds the blocks of a checked run in a tier. Blocks not known here were not held."""
+        try:
+            pieces = self._held_pieces(bit, tier, ref)
+        except BrokenChain:
+            pieces = []
+        removed = 0
+        touched: list[Touched] = []
+        for (
+            found,
+            depth,
+            blocks,
+        ) in pieces:  # parents first: a later merge may take in an earlier piece, not the reverse
+            run = self._cut_out(found, depth, blocks)
+            self._clear(run, bit, tier, touched)
+            removed += blocks
+        return Change(removed, touched)
+
+    def _held_pieces(self, bit: int, tier: Tier, ref: RunRef) -> list[tuple[Run, int, int]]:
+        """(run, depth, blocks) of the stretches of `ref` a node holds in a tier, in context order."""
+        names, skip_to = ref.names, ref.first_block + ref.skip
+        run = self._by_name.get(names[:NAME_BYTES])
+        depth = ref.first_block
+        pieces: list[tuple[Run, int, int]] = []
+        at = 0
+        while run is not None and run.start <= depth < run.start + run.size:
+            same = common_blocks(run, depth, names, at)
+            first = max(depth, skip_to)
+            held = run.l1 if tier is Tier.L1 else run.l2
+            if held & bit and first < depth + same:
+                pieces.append((run, first, depth + same - first))
+            depth += same
+            at += same * NAME_BYTES
+            if at >= len(names) or depth < run.start + run.size:
+                break
+            child = self._by_name.get(names[at : at + NAME_BYTES])
+            run = child if child is not None and child.parent is run else None
+        return pieces
+
+    def _clear(self, run: Run, bit: int, tier: Tier, touched: list[Touched]) -> None:
+        """Take a node's bit from a whole run, then let the run go or merge."""
+        if tier is Tier.L1:
+            run.l1 &= ~bit
+        else:
+            run.l2 &= ~bit
+        if run.homes is not None and not (run.l1 | run.l2) & bit:
+            touched.append(Touched(run.names, run.homes))
+        self.prune(run)
+        if run.size:
+            self.merge(run)
+
+    def clear_tier(self, bit: int, tier: Tier) -> Change:
+        """A tier of a node is empty. Walks all runs."""
+        removed = 0
+        touched: list[Touched] = []
+        for run in list(self.runs()):
+            if run.size and (run.l1 if tier is Tier.L1 else run.l2) & bit:
+                removed += run.size
+                self._clear(run, bit, tier, touched)
+        return Change(removed, touched)
+
+    # -------------------------------------------------------------------------------------------------------- matching
+
+    def match(self, names: bytes) -> Match:
+        """Where the leading blocks of a context are. Raises InvalidArgument, BrokenChain."""
+        blocks = check_names(names)
+        run, depth = self.deepest(None, 0, names)
+        return self.score(self.path(run), depth, blocks)
+
+    @staticmethod
+    def path(run: Run | None) -> list[Run]:
+        """The runs from the root to `run`."""
+        path = []
+        while run is not None:
+            path.append(run)
+            run = run.parent
+        path.reverse()
+        return path
+
+    def score(self, path: list[Run], end: int, blocks: int) -> Match:
+        """Match a context of `blocks` blocks of which the first `end` lie on `path` (the last run perhaps in part)."""
+        live = self.live
+        l1 = l2 = either = live  # nodes that hold everything so far
+        l1_ends: dict[str, int] = {}
+        l2_ends: dict[str, int] = {}
+        either_ends: dict[str, int] = {}
+        pool_blocks = any_blocks = -1
+        stretches: list[tuple[int, int, int]] = []  # first block, L1 mask, L2 mask; each differs from the one before
+        last_l1 = last_l2 = -1
+        for run in path:
+            run_l1 = run.l1 & live
+            run_l2 = run.l2 & live
+            if run_l1 == last_l1 and run_l2 == last_l2:
+                continue
+            start = run.start
+            stretches.append((start, run_l1, run_l2))
+            last_l1, last_l2 = run_l1, run_l2
+            if not run_l2 and pool_blocks < 0:
+                pool_blocks = start
+            held = run_l1 | run_l2
+            if not held and any_blocks < 0:
+                any_blocks = start
+            if start == 0:
+                l1, l2, either = run_l1, run_l2, held
+                continue
+            for before, now, ends in ((l1, run_l1, l1_ends), (l2, run_l2, l2_ends), (either, held, either_ends)):
+                if before & ~now:
+                    ends.update(dict.fromkeys(self.nodes_of(before & ~now), start))
+            l1 &= run_l1
+            l2 &= run_l2
+            either &= held
+        if not path:
+            return Match(blocks=blocks)
+        for left, ends in ((l1, l1_ends), (l2, l2_ends), (either, either_ends)):
+            if left:
+                ends.update(dict.fromkeys(self.nodes_of(left), end))
+        return Match(
+            blocks=blocks,
+            pool_blocks=end if pool_blocks < 0 else pool_blocks,
+            any_blocks=end if any_blocks < 0 else any_blocks,
+            nodes={
+                node: NodeDepth(l1_ends.get(node, 0), l2_ends.get(node, 0), depth)
+                for node, depth in either_ends.items()
+            },
+            holders=self._holders(stretches, end),
+        )
+
+    def _holders(self, stretches: list[tuple[int, int, int]], end: int) -> tuple[HolderRun, ...]:
+        """Stretches with their nodes; the ones at the end that nobody holds are left out."""
+        runs: list[HolderRun] = []
+        for start, l1, l2 in reversed(stretches):
+            if runs or l1 or l2:
+                runs.append(HolderRun(start, end - start, self.nodes_of(l1), self.nodes_of(l2)))
+            end = start
+        runs.reverse()
+        return tuple(runs)

@@ -1,0 +1,221 @@
+"""Branch reference counts (§4.1): kept run by run as branches' homes change and as copies come and go.
+
+A run's `homes` says, by node and phase, how many branches have their home of its blocks there. The count of a block on
+a node is what its homes sum to for that node, both phases, while the node holds the block in some tier; otherwise 0.
+Whatever changes a count yields a `CountUpdate` with the new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from evolving.core.branches import Branch
+from evolving.core.directory_types import CountUpdate, Effect
+from evolving.core.homes import HomeMap
+from evolving.core.prefix_index import PrefixIndex, Touched
+from evolving.core.runs import Run
+from evolving.core.terms import NAME_BYTES, Phase
+
+_KEYS_PER_NODE = 4  # a home key is number * 4 + phase
+_PREFILL, _DECODE = int(Phase.PREFILL), int(Phase.DECODE)
+
+
+@dataclass(slots=True)
+class Node:
+    """A node that is up. `number` names it in homes for as long as it is up; `bit` marks its copies in the runs, and
+    a new one is given whenever it starts over with none."""
+
+    node_id: str
+    number: int
+    bit: int
+    incarnation: str
+    last_sequence: int = 0
+    resync_asked: bool = False
+    resyncing: bool = False
+    l1_blocks: int = 0
+    l2_blocks: int = 0
+    held_blocks: int = 0  # copies with a count above 0
+
+
+def home_key(number: int, phase: Phase) -> int:
+    """The key of a node's homes of a phase in Run.homes."""
+    return number * _KEYS_PER_NODE + phase
+
+
+def count_at(homes: dict[int, int] | None, number: int) -> int:
+    """The count that homes give the copies of a node."""
+    if homes is None:
+        return 0
+    base = number * _KEYS_PER_NODE
+    return homes.get(base + _PREFILL, 0) + homes.get(base + _DECODE, 0)
+
+
+class RefCounts:
+    """Changes homes of branches and keeps the counts that follow from them."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self._index = index
+        self.nodes: dict[str, Node] = {}
+        self.by_number: dict[int, Node] = {}
+        self._last_number = HomeMap.NOBODY
+
+    # ----------------------------------------------------------------------------------------------------------- nodes
+
+    def add_node(self, node_id: str, incarnation: str) -> Node:
+        """A node comes up, holding nothing."""
+        self._last_number += 1
+        node = Node(node_id, self._last_number, self._index.add_node(node_id), incarnation)
+        self.nodes[node_id] = node
+        self.by_number[node.number] = node
+        return node
+
+    def drop_copies(self, node: Node) -> None:
+        """A node holds nothing any more; it knows that itself, so no count is sent."""
+        self._index.retire(node.bit)
+        node.bit = self._index.add_node(node.node_id)
+        node.l1_blocks = node.l2_blocks = node.held_blocks = 0
+
+    def remove_node(self, node: Node, branches: Iterable[Branch]) -> None:
+        """A node goes, and its homes with it. Nothing is sent to it."""
+        self._index.retire(node.bit)
+        node.bit = 0
+        for branch in branches:
+            for phase in Phase:
+                self.leave_node(branch, phase, node, "node gone", [])
+        del self.nodes[node.node_id]
+        del self.by_number[node.number]
+
+    # ---------------------------------------------------------------------------------------------- copies come and go
+
+    def copies_gained(self, node: Node, touched: list[Touched], reason: str, effects: list[Effect]) -> None:
+        """The node holds stretches it did not hold before: their homes there count from now on."""
+        for names, homes in touched:
+            count = count_at(homes, node.number)
+            if count:
+                node.held_blocks += len(names) // NAME_BYTES
+                effects.append(CountUpdate(node.node_id, names, count, reason))
+
+    def copies_lost(self, node: Node, touched: list[Touched], reason: str, effects: list[Effect]) -> None:
+        """The node no longer holds stretches in any tier: their count there is 0."""
+        for names, homes in touched:
+            if count_at(homes, node.number):
+                node.held_blocks -= len(names) // NAME_BYTES
+                effects.append(CountUpdate(node.node_id, names, 0, reason))
+
+    # ----------------------------------------------------------------------------------------------------------- homes
+
+    def move(
+        self, branch: Branch, phase: Phase, first: int, end: int, to: Node | None, reason: str, effects: list[Effect]
+    ) -> None:
+        """Make `to` (None: nobody) the home of blocks [first, end) of a branch's context in a phase.
+
+        Costs the runs from the context's end up to the first block whose home changes.
+        """
+        homes = branch.homes[phase]
+        number = HomeMap.NOBODY if to is None else to.number
+        lowest = -1
+        for begin, until, old in homes.stretches(first, end):
+            if old == number:
+                continue
+            if lowest < 0:
+                lowest = begin
+            source = None if old == HomeMap.NOBODY else self.by_number[old]
+            for run in self.pieces(branch.tip, begin, until):
+                if source is not None:
+                    self._leave(run, source, phase, reason, effects)
+                if to is not None:
+                    self._join(run, to, phase, reason, effects)
+        if lowest >= 0:
+            homes.assign(first, end, number)
+            self._index.merge_up(branch.tip, lowest)
+
+    def leave_node(self, branch: Branch, phase: Phase, node: Node, reason: str, effects: list[Effect]) -> None:
+        """The branch counts nothing on a node in a phase."""
+        for first, end, number in list(branch.homes[phase]):
+            if number == node.number:
+                self.move(branch, phase, first, end, None, reason, effects)
+
+    def claim(self, branch: Branch, phase: Phase, node: Node, reason: str, effects: list[Effect]) -> None:
+        """Blocks of a branch's context without a home in a phase, that the node holds in L2, get it as their home."""
+        held: list[tuple[int, int]] = []
+        for first, end, number in branch.homes[phase].stretches(0, branch.blocks):
+            if number == HomeMap.NOBODY:
+                pieces = self.pieces(branch.tip, first, end)
+                held += [(run.start, run.start + run.size) for run in pieces if run.l2 & node.bit]
+        for first, end in held:
+            self.move(branch, phase, first, end, node, reason, effects)
+
+    def pieces(self, tip: Run | None, first: int, end: int) -> Iterator[Run]:
+        """The runs of a path that make up exactly the blocks [first, end), deepest first; splits at both ends."""
+        run = tip
+        while run is not None and run.start >= end:
+            run = run.parent
+        assert run is not None
+        if run.start + run.size > end:
+            run = self._index.split(run, end - run.start)
+        while True:
+            assert run is not None
+            if run.start < first:
+                self._index.split(run, first - run.start)
+            yield run
+            if run.start <= first:
+                return
+            run = run.parent
+
+    def _join(self, run: Run, node: Node, phase: Phase, reason: str, effects: list[Effect]) -> None:
+        """One more branch has its home of this run there."""
+        key = home_key(node.number, phase)
+        if run.homes is None:
+            run.homes = {key: 1}
+        else:
+            run.homes[key] = run.homes.get(key, 0) + 1
+        if (run.l1 | run.l2) & node.bit:
+            count = count_at(run.homes, node.number)
+            if count == 1:
+                node.held_blocks += run.size
+            effects.append(CountUpdate(node.node_id, run.names, count, reason))
+
+    def _leave(self, run: Run, node: Node, phase: Phase, reason: str, effects: list[Effect]) -> None:
+        """One branch less has its home of this run there."""
+        key = home_key(node.number, phase)
+        homes = run.homes
+        assert homes is not None
+        if homes[key] > 1:
+            homes[key] -= 1
+        elif len(homes) > 1:
+            del homes[key]
+        else:
+            run.homes = None
+        if (run.l1 | run.l2) & node.bit:
+            count = count_at(run.homes, node.number)
+            if count == 0:
+                node.held_blocks -= run.size
+            effects.append(CountUpdate(node.node_id, run.names, count, reason))
+
+    # --------------------------------------------------------------------------------------------------------- contexts
+
+    def forget(self, branch: Branch, first: int, reason: str, effects: list[Effect]) -> None:
+        """The branch counts nothing of its context from `first` on."""
+        for phase, homes in branch.homes.items():
+            if homes.end() > first:
+                self.move(branch, phase, first, homes.end(), None, reason, effects)
+
+    def set_context(
+        self, branch: Branch, tip: Run | None, blocks: int, keep: int, reason: str, effects: list[Effect]
+    ) -> None:
+        """Give a branch another context: `blocks` blocks that end with the run `tip`. The first `keep` of them are
+        those of the old one and keep their homes."""
+        if tip is not None:
+            tip.tips += 1  # first, so that nothing both contexts need is deleted
+        self.forget(branch, keep, reason, effects)
+        old = branch.tip
+        branch.tip = tip
+        branch.blocks = blocks
+        for request in branch.requests.values():
+            request.valid_blocks = min(request.valid_blocks, keep)
+        if old is not None:
+            old.tips -= 1
+            self._index.prune(old)
+            if old.size and tip is not old:
+                self._index.merge(old)

@@ -1,0 +1,313 @@
+"""A run-compressed tree of block names: the structure under the prefix index.
+
+A *run* is a stretch of consecutive blocks of one context that share everything recorded about them: the nodes that
+hold them in L1 and in L2 (bit masks) and the branches' homes. Names are chained digests, so a name determines all
+names before it, and equality at one depth means equality up to it.
+
+What holds between calls:
+- The index maps the name of every run's first block, and of every block whose depth is a multiple of 16, to its run.
+  Children are found through it; a run knows its parent only, so runs form no reference cycles.
+- A branch's context ends at the end of a run (its *tip*). Splitting keeps the old object as the suffix, and merging
+  keeps the child, so tips and parent references stay valid.
+- A run with no copy, home or tip is deleted unless it has a child; with one it stays as a hole. So the tree is
+  prefix-closed whatever the nodes evict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from evolving.core.errors import BrokenChain
+from evolving.core.terms import ANCHOR_BLOCKS, NAME_BYTES
+
+ANCHOR_BYTES = ANCHOR_BLOCKS * NAME_BYTES
+
+
+class Run:
+    """Blocks [start, start + size) of a context. Mutable, compared by identity."""
+
+    __slots__ = ("children", "homes", "l1", "l2", "names", "parent", "size", "start", "tips")
+
+    def __init__(self, names: bytes, start: int, parent: Run | None, l1: int, l2: int) -> None:
+        self.names = names  # 16 bytes a block
+        self.start = start  # depth of the first block
+        self.size = len(names) // NAME_BYTES  # 0: the run was merged away or deleted
+        self.parent = parent  # ends where this starts; None: this starts a context
+        self.children = 0
+        self.tips = 0  # branches whose context ends here
+        self.l1 = l1  # bit per node holding all blocks in device memory
+        self.l2 = l2  # bit per node holding all blocks in host memory
+        self.homes: dict[int, int] | None = None  # home key (node, phase) -> branches; None: no branch
+
+    def __repr__(self) -> str:
+        return f"Run({self.start}+{self.size}, l1={self.l1:b}, l2={self.l2:b}, homes={self.homes}, tips={self.tips})"
+
+
+class RunTree:
+    """The runs and their index, and the four moves everything else is made of: grow, split, merge, prune."""
+
+    def __init__(self, run_blocks_max: int = 256) -> None:
+        self._by_name: dict[bytes, Run] = {}
+        self._run_blocks_max = run_blocks_max
+        self.retired = 0  # bits of nodes whose copies are gone and wait to be swept from the runs
+        self.block_count = 0
+        self.run_count = 0
+
+    def runs(self) -> Iterator[Run]:
+        """All runs, in a fixed order. The tree must not change meanwhile."""
+        for name, run in self._by_name.items():
+            if run.names.startswith(name):
+                yield run
+
+    def indexed_runs(self) -> list[Run]:
+        """A copy of the index's values: every run, long ones several times. Takes milliseconds at a million blocks."""
+        return list(self._by_name.values())
+
+    def indexed(self, name: bytes) -> Run | None:
+        """The run of an indexed name."""
+        return self._by_name.get(name)
+
+    # ------------------------------------------------------------------------------------------------------- the moves
+
+    def check_new(self, start: int, names: bytes) -> None:
+        """Raise BrokenChain when names that are to be added below depth `start` can't be new chained digests."""
+        by_name = self._by_name
+        if names and names[:NAME_BYTES] in by_name:
+            raise BrokenChain(f"block {start} is known under another parent")
+        for at in range(-start % ANCHOR_BLOCKS * NAME_BYTES, len(names), ANCHOR_BYTES):
+            if names[at : at + NAME_BYTES] in by_name:
+                raise BrokenChain(f"block {start + at // NAME_BYTES} is known under another parent")
+        distinct = {names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)}
+        if len(distinct) * NAME_BYTES != len(names):
+            raise BrokenChain("a name appears twice in one context")
+
+    def grow(self, parent: Run | None, start: int, names: bytes, l1: int = 0, l2: int = 0) -> Run:
+        """Add checked new blocks below the end of `parent` (None: at the root); returns the run that ends them.
+
+        A leaf with the same state, and no tip to keep in place, is extended instead of getting a child.
+        """
+        self.block_count += len(names) // NAME_BYTES
+        limit = self._run_blocks_max * NAME_BYTES
+        at = 0
+        if parent is not None:
+            if parent.children == 0 and parent.tips == 0 and parent.homes is None:
+                room = limit - len(parent.names)
+                if room > 0 and parent.l1 == l1 and parent.l2 == l2:
+                    at = min(room, len(names))
+                    self._lengthen(parent, names if at == len(names) else names[:at])
+            if at < len(names):
+                parent.children += 1
+        last = parent
+        while at < len(names):
+            run = Run(names[at : at + limit], start + at // NAME_BYTES, last, l1, l2)
+            self._index(run, run)
+            self.run_count += 1
+            at += limit
+            if at < len(names):
+                run.children = 1
+            last = run
+        assert last is not None, "grow needs blocks or a parent"
+        return last
+
+    def extend(self, run: Run | None, depth: int, names: bytes) -> Run | None:
+        """Put checked new blocks (perhaps none) below a position: depth `depth`, in `run` or at its end (None: the
+        root). Returns the run that ends there."""
+        if run is not None and depth < run.start + run.size:
+            run = self.split(run, depth - run.start)
+        return self.grow(run, depth, names) if names else run
+
+    def _lengthen(self, run: Run, names: bytes) -> None:
+        """Add blocks to a run in place."""
+        end = run.start + run.size
+        run.names += names
+        run.size += len(names) // NAME_BYTES
+        for at in range(-end % ANCHOR_BLOCKS * NAME_BYTES, len(names), ANCHOR_BYTES):
+            self._by_name[names[at : at + NAME_BYTES]] = run
+
+    def split(self, run: Run, size: int) -> Run:
+        """Cut a run after its first `size` blocks, 0 < size < run.size. Returns the new run before the cut; `run` is
+        what follows it."""
+        cut = size * NAME_BYTES
+        suffix_name = run.names[cut : cut + NAME_BYTES]
+        known = self._by_name.get(suffix_name)
+        if known is not None and (known is not run or (run.start + size) % ANCHOR_BLOCKS):
+            raise BrokenChain(f"block {run.start + size} is known under another parent")
+        prefix = Run(run.names[:cut], run.start, run.parent, run.l1 & ~self.retired, run.l2 & ~self.retired)
+        prefix.homes = None if run.homes is None else dict(run.homes)
+        prefix.children = 1
+        run.names = run.names[cut:]
+        run.start += size
+        run.size -= size
+        run.parent = prefix
+        self._index(prefix, prefix)
+        self._by_name[suffix_name] = run
+        self.run_count += 1
+        return prefix
+
+    def merge(self, run: Run) -> None:
+        """Take in the ancestors that have no other child, no tip and the same state, up to the longest run allowed."""
+        parent = run.parent
+        while (
+            parent is not None
+            and parent.children == 1
+            and parent.tips == 0
+            and parent.l1 == run.l1
+            and parent.l2 == run.l2
+            and parent.homes == run.homes
+            and parent.size + run.size <= self._run_blocks_max
+        ):
+            if run.start % ANCHOR_BLOCKS:
+                del self._by_name[run.names[:NAME_BYTES]]
+            run.names = parent.names + run.names
+            run.start = parent.start
+            run.size += parent.size
+            run.parent = parent.parent
+            self._index(parent, run)
+            self.run_count -= 1
+            parent.size = 0
+            parent.parent = None
+            parent = run.parent
+
+    def merge_up(self, tip: Run | None, down_to: int = 0) -> None:
+        """Merge what agrees on a path, from the run `tip` up to the run that holds depth `down_to`."""
+        run = tip
+        while run is not None:
+            self.merge(run)
+            if run.start <= down_to:
+                return
+            run = run.parent
+
+    def prune(self, run: Run | None) -> None:
+        """Delete a run nothing needs, then its ancestors that nothing needs any more."""
+        while (
+            run is not None
+            and run.children == 0
+            and run.tips == 0
+            and run.homes is None
+            and not run.l1
+            and not run.l2
+            and run.size
+        ):
+            names = run.names
+            del self._by_name[names[:NAME_BYTES]]
+            first_anchor = -run.start % ANCHOR_BLOCKS * NAME_BYTES
+            for at in range(first_anchor or ANCHOR_BYTES, len(names), ANCHOR_BYTES):
+                del self._by_name[names[at : at + NAME_BYTES]]
+            self.run_count -= 1
+            self.block_count -= run.size
+            parent = run.parent
+            run.size = 0
+            run.parent = None
+            if parent is not None:
+                parent.children -= 1
+            run = parent
+
+    def _index(self, stretch: Run, owner: Run) -> None:
+        """Let the indexed names of `stretch` lead to `owner`."""
+        names = stretch.names
+        by_name = self._by_name
+        by_name[names[:NAME_BYTES]] = owner
+        for at in range(-stretch.start % ANCHOR_BLOCKS * NAME_BYTES, len(names), ANCHOR_BYTES):
+            by_name[names[at : at + NAME_BYTES]] = owner
+
+    # --------------------------------------------------------------------------------------------------------- finding
+
+    def walk(self, run: Run | None, depth: int, names: bytes, at: int = 0) -> tuple[Run | None, int]:
+        """Follow names[at:] down from a position: depth `depth`, in `run` or at its end (None: the root).
+
+        Returns the deepest position reached. Takes a step a run. Raises BrokenChain.
+        """
+        while at < len(names):
+            if run is None or depth == run.start + run.size:
+                child = self._by_name.get(names[at : at + NAME_BYTES])
+                if child is None:
+                    break
+                if child.parent is not run or child.start != depth:
+                    raise BrokenChain(f"block {depth} is known under another parent")
+                run = child
+            same = common_blocks(run, depth, names, at)
+            depth += same
+            at += same * NAME_BYTES
+            if depth < run.start + run.size:
+                break
+        return run, depth
+
+    def deepest(self, run: Run | None, depth: int, names: bytes) -> tuple[Run | None, int]:
+        """As `walk`, for long names: bisects the index instead of visiting every run on the way."""
+        blocks = len(names) // NAME_BYTES
+        first = -depth % ANCHOR_BLOCKS
+        known, unknown = -1, (blocks - 1 - first) // ANCHOR_BLOCKS + 1 if blocks > first else 0
+        probe = unknown - 1  # the last anchor first: appends and full hits end there
+        found: Run | None = None
+        while known < probe < unknown:
+            at = (first + probe * ANCHOR_BLOCKS) * NAME_BYTES
+            candidate = self._by_name.get(names[at : at + NAME_BYTES])
+            if candidate is None:
+                unknown = probe
+            else:
+                known, found = probe, candidate
+            probe = (known + unknown) // 2
+        if found is None:
+            return self.walk(run, depth, names)
+        block = first + known * ANCHOR_BLOCKS
+        at = block * NAME_BYTES
+        inside = (depth + block - found.start) * NAME_BYTES
+        if inside < 0 or found.names[inside : inside + NAME_BYTES] != names[at : at + NAME_BYTES]:
+            raise BrokenChain(f"block {depth + block} is known at another depth")
+        return self.walk(found, depth + block, names, at)
+
+    def on_path(self, run: Run | None, depth: int, name: bytes) -> Run | None:
+        """The run with the block of this depth and name, among `run` and its ancestors."""
+        while run is not None and run.start > depth:
+            run = run.parent
+        if run is None or depth >= run.start + run.size:
+            return None
+        at = (depth - run.start) * NAME_BYTES
+        return run if run.names[at : at + NAME_BYTES] == name else None
+
+    # ------------------------------------------------------------------------------------------------------ invariants
+
+    def check_invariants(self) -> None:
+        """Assert the structure's invariants. Walks everything."""
+        seen = list(self.runs())
+        children: dict[int, int] = {}
+        indexed = 0
+        for run in seen:
+            assert run.size > 0, run
+            assert len(run.names) == run.size * NAME_BYTES, run
+            assert run.size <= self._run_blocks_max, run
+            assert run.homes is None or (run.homes and all(count > 0 for count in run.homes.values())), run
+            assert run.children or run.tips or run.homes or run.l1 or run.l2, f"{run} is needed by nothing"
+            if run.parent is None:
+                assert run.start == 0, run
+            else:
+                assert run.parent.start + run.parent.size == run.start, run
+                children[id(run.parent)] = children.get(id(run.parent), 0) + 1
+            for offset in range(run.size):
+                if offset == 0 or (run.start + offset) % ANCHOR_BLOCKS == 0:
+                    indexed += 1
+                    name = run.names[offset * NAME_BYTES : (offset + 1) * NAME_BYTES]
+                    assert self._by_name.get(name) is run, (run, offset)
+        assert indexed == len(self._by_name)
+        assert len(seen) == self.run_count
+        assert sum(run.size for run in seen) == self.block_count
+        for run in seen:
+            assert run.children == children.pop(id(run), 0), run
+        assert not children, "a parent is not in the index"
+
+
+def common_blocks(run: Run, depth: int, names: bytes, at: int) -> int:
+    """How many blocks from depth `depth` of `run` on equal names[at:]. Bisects: chained names agree on a prefix."""
+    inside = (depth - run.start) * NAME_BYTES
+    high = min(len(run.names) - inside, len(names) - at)
+    if names.startswith(run.names[inside : inside + high], at):
+        return high // NAME_BYTES
+    low, high = 0, high // NAME_BYTES  # low blocks agree, high don't
+    while high - low > 1:
+        middle = (low + high) // 2
+        end = inside + middle * NAME_BYTES
+        if names.startswith(run.names[end - NAME_BYTES : end], at + (middle - 1) * NAME_BYTES):
+            low = middle
+        else:
+            high = middle
+    return low
