@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 from etcd_process import Etcd, free_ports
+
 from evolving.internal.v1 import planner_pb2_grpc as internal_grpc
 from evolving.runtime.channel import open_channel, retry_unary
 from evolving.runtime.clock import SystemClock

@@ -6,6 +6,9 @@ import itertools
 from collections.abc import Mapping
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from evolving.core.planner import (
     Decision,
     DecisionKind,
@@ -24,8 +27,6 @@ from evolving.core.planner import (
     role_text,
 )
 from evolving.core.terms import Role
-from hypothesis import given
-from hypothesis import strategies as st
 
 P, D, M, X = Role.PREFILL, Role.DECODE, Role.MIXED, Role.DRAINING
 NODES = tuple(f"n{i}" for i in range(6))
@@ -224,12 +225,14 @@ def test_without_a_shape_the_first_split_waits_for_two_nodes() -> None:
     assert follow(Split(), set()) is None
     assert follow(Split(), {"a"}) is None
     decision = follow(Split(), {"a", "b", "c"})
-    assert decision is not None and decision.roles_after == {"a": P, "b": P, "c": D}
+    assert decision is not None
+    assert decision.roles_after == {"a": P, "b": P, "c": D}
 
 
 def test_more_nodes_than_the_first_split_names_are_assigned_by_its_share() -> None:
     decision = follow(Split(), {"a", "b", "c", "d", "e", "f"}, initial="2P1D")
-    assert decision is not None and shape_of(decision.roles_after) == (4, 2)
+    assert decision is not None
+    assert shape_of(decision.roles_after) == (4, 2)
 
 
 def test_a_membership_that_fits_the_split_decides_nothing() -> None:
@@ -251,22 +254,27 @@ def test_a_lost_node_leaves_the_split_at_once_and_the_others_keep_their_roles() 
 def test_a_phase_that_lost_its_last_node_gets_another() -> None:
     for lost, left in (("c", {"a": P, "b": D}), ("a", {"b": P, "c": D})):
         decision = follow(split_of(a=P, b=P, c=D), {"a", "b", "c"} - {lost})
-        assert decision is not None and decision.roles_after == left
+        assert decision is not None
+        assert decision.roles_after == left
 
 
 def test_the_last_node_keeps_its_role() -> None:
     decision = follow(split_of(a=P, b=D), {"b"})
-    assert decision is not None and decision.roles_after == {"b": D}
+    assert decision is not None
+    assert decision.roles_after == {"b": D}
     back = follow(decision.split(), {"a", "b"})
-    assert back is not None and back.roles_after == {"a": P, "b": D}
+    assert back is not None
+    assert back.roles_after == {"a": P, "b": D}
 
 
 def test_a_node_that_comes_back_restores_the_share_aimed_at() -> None:
     aim = 1 / 3
     lost = follow(split_of(a=P, b=D, c=D), {"b", "c"}, prefill_share=aim)
-    assert lost is not None and shape_of(lost.roles_after) == (1, 1)
+    assert lost is not None
+    assert shape_of(lost.roles_after) == (1, 1)
     back = follow(lost.split(), {"a", "b", "c"}, prefill_share=lost.prefill_share)
-    assert back is not None and shape_of(back.roles_after) == (1, 2)
+    assert back is not None
+    assert shape_of(back.roles_after) == (1, 2)
 
 
 def test_one_lost_while_another_joins_is_one_decision() -> None:
@@ -289,7 +297,8 @@ def test_whatever_comes_and_goes_each_phase_keeps_a_node_and_epochs_grow(
         decision = follow(split, live, prefill_share=share)
         if decision is None:
             continue
-        assert decision.changes_split and decision.epoch_after == split.epoch + 1
+        assert decision.changes_split
+        assert decision.epoch_after == split.epoch + 1
         kept = {n: r for n, r in split.roles.items() if n in live}
         split = decision.split()
         assert follow(split, live, prefill_share=share) is None, "the split settles in one decision"

@@ -10,6 +10,16 @@ import grpc
 import grpc.aio
 import pytest
 from etcd_process import Etcd
+from planner_harness import (
+    KEYS,
+    PlannerProcess,
+    eventually,
+    join,
+    open_store,
+    planner,
+    planner_process,
+)
+
 from evolving.core.planner import SplitShape
 from evolving.internal.v1 import planner_pb2 as internal_pb2
 from evolving.runtime.clock import SystemClock
@@ -23,15 +33,6 @@ from evolving.wire.status import parse_error
 from evolving_planner.metrics import PlannerMetrics
 from evolving_planner.office import Office
 from evolving_planner.view import View
-from planner_harness import (
-    KEYS,
-    PlannerProcess,
-    eventually,
-    join,
-    open_store,
-    planner,
-    planner_process,
-)
 
 
 def to_shape(prefill: int, decode: int) -> planner_pb2.ProposeSplitRequest:
@@ -140,7 +141,7 @@ async def test_a_former_leader_that_does_not_know_it_is_refused(etcd: Etcd) -> N
             election = FormerLeader(Guard(KEYS.leader("planner"), former.create_revision))
             loops = [
                 asyncio.create_task(view.run()),
-                asyncio.create_task(office.run(cast(Election, election), "former")),
+                asyncio.create_task(office.run(cast("Election", election), "former")),
             ]
             try:
                 await asyncio.wait_for(view.loaded.wait(), 30)

@@ -6,11 +6,12 @@ import grpc
 import grpc.aio
 import pytest
 from etcd_process import Etcd
+from planner_harness import KEYS, Client, eventually, join, leave, open_store, planner
+
 from evolving.internal.v1 import planner_pb2 as internal_pb2
 from evolving.runtime.etcd import EtcdStore
 from evolving.v1 import common_pb2, planner_pb2
 from evolving.wire.status import ErrorDetail, parse_error
-from planner_harness import KEYS, Client, eventually, join, leave, open_store, planner
 
 P, D, M = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE, common_pb2.ROLE_MIXED
 
@@ -50,14 +51,21 @@ async def test_nodes_serve_both_phases_until_the_first_split_and_follow_it_then(
 
         await eventually(both_seen)
         before = await client.get_split()
-        assert before.split.epoch == 0 and not before.split.roles
+        assert before.split.epoch == 0
+        assert not before.split.roles
         assert [node.role for node in before.nodes] == [M, M]
 
         split = await with_split(store, client, "a", "b", "c")
         assert split.roles == {"a": P, "b": P, "c": D}
-        assert split.epoch == 1 and split.author == "planner" and split.written_at_s > 0
+        assert split.epoch == 1
+        assert split.author == "planner"
+        assert split.written_at_s > 0
         nodes = (await client.get_split()).nodes
-        assert [(n.node_id, n.role, n.incarnation) for n in nodes] == [("a", P, "a-1"), ("b", P, "b-1"), ("c", D, "c-1")]
+        assert [(n.node_id, n.role, n.incarnation) for n in nodes] == [
+            ("a", P, "a-1"),
+            ("b", P, "b-1"),
+            ("c", D, "c-1"),
+        ]
 
 
 async def test_an_operator_sets_the_split_by_shape_and_by_node(etcd: Etcd) -> None:
@@ -66,10 +74,12 @@ async def test_an_operator_sets_the_split_by_shape_and_by_node(etcd: Etcd) -> No
         by_shape = await client.public.ProposeSplit(shape(1, 2, reason="long outputs"), timeout=10)
         assert by_shape.split.epoch == first.epoch + 1
         assert list(by_shape.split.roles.values()).count(P) == 1
-        assert by_shape.split.reason == "long outputs" and by_shape.split.author == "operator:default"
+        assert by_shape.split.reason == "long outputs"
+        assert by_shape.split.author == "operator:default"
         by_node = await client.public.ProposeSplit(changes(a=D, c=P), timeout=10)
         assert by_node.split.epoch == first.epoch + 2
-        assert by_node.split.roles["a"] == D and by_node.split.roles["c"] == P
+        assert by_node.split.roles["a"] == D
+        assert by_node.split.roles["c"] == P
         assert (await client.get_split()).split == by_node.split
 
 
@@ -206,7 +216,7 @@ async def test_work_is_taken_once_and_lost_reports_are_seen(etcd: Etcd) -> None:
             assert (detail.status, detail.reason) == (grpc.StatusCode.FAILED_PRECONDITION, reason)
 
 
-@pytest.mark.parametrize("field, value", [("phase", 0), ("phase", 7), ("service_s", float("nan")), ("age_s", -1.0)])
+@pytest.mark.parametrize(("field", "value"), [("phase", 0), ("phase", 7), ("service_s", float("nan")), ("age_s", -1.0)])
 async def test_a_sample_that_cannot_be_is_refused(etcd: Etcd, field: str, value: float) -> None:
     async with open_store(etcd) as store, planner(etcd) as (_, client):
         await with_split(store, client, "a", "b")

@@ -11,7 +11,6 @@ from evolving.runtime.keys import Keys, ServiceRegistration, encode
 from evolving.runtime.service import Service, run_service
 from evolving.runtime.settings_loader import load
 from evolving.v1 import planner_pb2_grpc
-
 from evolving_planner.metrics import PlannerMetrics
 from evolving_planner.office import Office
 from evolving_planner.service import PlannerService, WorkService

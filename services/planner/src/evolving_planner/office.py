@@ -17,7 +17,6 @@ from evolving.runtime.errors import NotLeader, NotReady, StoreUnavailable
 from evolving.runtime.keys import Keys
 from evolving.runtime.log import get_logger
 from evolving.runtime.store import Conflict, Fenced, Guard, Store, Versioned
-
 from evolving_planner.metrics import PlannerMetrics
 from evolving_planner.records import encode_history, encode_split
 from evolving_planner.view import View
@@ -146,19 +145,22 @@ class Office:
                     reason=decision.reason,
                     moved=decision.moved_nodes,
                 )
+            remembered = await self._remember(decision, fence)
             self._metrics.decided(decision)
-            if await self._remember(decision, fence):
+            if remembered:
                 self._settled_in = fence
         finally:
             self._view.changed.set()
 
     async def _remember(self, decision: Decision, fence: Guard) -> bool:
-        """Write the decision into the history. The split is written by now, so a failure here must not look like one
-        of the proposal: the next step of the office finds the split without its decision and adds it."""
+        """Write the decision into the history. Where its split is written already, a failure here must not look like
+        one of the proposal: the next step of the office finds the split without its decision and adds it."""
         history = self._view.history.with_decision(decision, self._decisions_kept)
         try:
             await self._swap(self._keys.decisions, self._view.history_revision, encode_history(history), fence)
         except (Conflict, Fenced, StoreUnavailable) as error:
+            if not decision.changes_split:
+                raise
             _log.warning("decision_not_written", error=str(error), epoch=decision.epoch_after)
             return False
         return True

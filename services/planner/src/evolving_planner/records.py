@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, cast
 
+from pydantic import Field, TypeAdapter, ValidationError
+
 from evolving.core.planner import Decision, DecisionKind, Split, parse_role, role_text
 from evolving.core.terms import Role
 from evolving.runtime import keys
-from pydantic import Field, TypeAdapter, ValidationError
 
 _PLANNER = "planner"
 
@@ -34,7 +35,7 @@ class History:
     def completed(self, split: Split) -> History:
         """This history with the decision behind `split`, whose leader died between writing the split and this."""
         last = self.decisions[-1] if self.decisions else None
-        if last is None and split.epoch == 0 or last is not None and last.epoch_after >= split.epoch:
+        if (last is None and split.epoch == 0) or (last is not None and last.epoch_after >= split.epoch):
             return self
         found = Decision(
             decided_at_s=split.written_at_s,
@@ -135,7 +136,7 @@ def decode_history(value: bytes) -> History:
 
 
 def _texts(roles: Mapping[str, Role]) -> dict[str, keys.Role]:
-    return {node: cast(keys.Role, role_text(role)) for node, role in sorted(roles.items())}
+    return {node: cast("keys.Role", role_text(role)) for node, role in sorted(roles.items())}
 
 
 def _roles(texts: Mapping[str, keys.Role]) -> dict[str, Role]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-import grpc.aio
 from evolving.core.errors import UnknownNode
 from evolving.core.planner import (
     Decision,
@@ -21,15 +18,12 @@ from evolving.runtime.errors import InvalidRequest, NotLeader, NotReady, WrongPa
 from evolving.runtime.guard import current_caller
 from evolving.runtime.store import Fenced
 from evolving.v1 import planner_pb2, planner_pb2_grpc
-
+from evolving.wire.status import Context
 from evolving_planner import wire
 from evolving_planner.metrics import PlannerMetrics
 from evolving_planner.office import Office
 from evolving_planner.view import View
 from evolving_planner.worklog import WorkLog
-
-if TYPE_CHECKING:
-    Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 _PAGE_DEFAULT, _PAGE_MAX = 50, 1000
 _LONGEST_REASON = 1000

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from pydantic import Field, field_validator
+
 from evolving.core.errors import CoreError
 from evolving.core.planner import SplitShape
 from evolving.runtime.settings import ServiceSettings
-from pydantic import Field, field_validator
 
 
 class PlannerSettings(ServiceSettings):

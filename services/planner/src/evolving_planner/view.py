@@ -11,7 +11,6 @@ from evolving.core.planner import Split
 from evolving.runtime.keys import BadRecord, Keys, NodeRegistration, decode
 from evolving.runtime.log import get_logger
 from evolving.runtime.store import Store, Versioned, WatchBatch
-
 from evolving_planner.records import History, decode_history, decode_split
 
 LEADER_ROLE = "planner"

@@ -10,7 +10,6 @@ from evolving.internal.v1 import planner_pb2 as internal_pb2
 from evolving.runtime.errors import InvalidRequest
 from evolving.runtime.keys import NodeRegistration
 from evolving.v1 import common_pb2, planner_pb2
-
 from evolving_planner.worklog import WorkSample
 
 _LONGEST_ID = 256

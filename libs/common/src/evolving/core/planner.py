@@ -170,7 +170,7 @@ def assign(shape: SplitShape, current: Mapping[str, Role], nodes: Collection[str
     keep_prefill = [n for n in sorted(nodes) if current.get(n) is Role.PREFILL][: shape.prefill]
     keep_decode = [n for n in sorted(nodes) if current.get(n) is Role.DECODE][: shape.decode]
     kept = {*keep_prefill, *keep_decode}
-    roles = {n: Role.PREFILL for n in keep_prefill} | {n: Role.DECODE for n in keep_decode}
+    roles = dict.fromkeys(keep_prefill, Role.PREFILL) | dict.fromkeys(keep_decode, Role.DECODE)
     for node in sorted(set(nodes) - kept):
         lacks_prefill = sum(role is Role.PREFILL for role in roles.values()) < shape.prefill
         roles[node] = Role.PREFILL if lacks_prefill else Role.DECODE
