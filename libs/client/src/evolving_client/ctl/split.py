@@ -1,0 +1,114 @@
+"""`evolvectl split` and `evolvectl decisions`: what the planner decided, and an operator's will."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from evolving.v1 import common_pb2, planner_pb2
+from evolving_client.ctl import output
+from evolving_client.ctl.cluster import Cluster
+from evolving_client.ctl.failure import usage
+from evolving_client.ctl.plain import word
+
+_ROLES = {
+    "prefill": common_pb2.ROLE_PREFILL,
+    "decode": common_pb2.ROLE_DECODE,
+    "mixed": common_pb2.ROLE_MIXED,
+    "draining": common_pb2.ROLE_DRAINING,
+}
+
+
+def parse_proposal(words: Sequence[str]) -> planner_pb2.ProposeSplitRequest:
+    """`2P1D`, or `node=role` pairs. Raises Failure for anything else."""
+    request = planner_pb2.ProposeSplitRequest()
+    shape = re.fullmatch(r"(\d{1,6})P(\d{1,6})D", words[0], flags=re.IGNORECASE | re.ASCII)
+    if shape is not None:
+        if len(words) > 1:
+            raise usage("give one shape such as 2P1D, or node=role pairs")
+        request.shape.prefill_nodes, request.shape.decode_nodes = int(shape[1]), int(shape[2])
+        return request
+    for pair in words:
+        node_id, equals, name = pair.partition("=")
+        role = _ROLES.get(name.lower())
+        if not node_id or not equals or role is None:
+            raise usage(f"{pair!r} is neither a shape such as 2P1D nor node=role with a role of {', '.join(_ROLES)}")
+        if node_id in request.changes.roles:
+            raise usage(f"{node_id} is given two roles")
+        request.changes.roles[node_id] = role
+    return request
+
+
+async def read_split(cluster: Cluster) -> planner_pb2.GetSplitResponse:
+    """The split in force."""
+    return await cluster.call("planner", "GetSplit", planner_pb2.GetSplitRequest(), planner_pb2.GetSplitResponse)
+
+
+async def propose_split(cluster: Cluster, request: planner_pb2.ProposeSplitRequest) -> planner_pb2.Split:
+    """Set the split. Returns what is in force then."""
+    answer = await cluster.call("planner", "ProposeSplit", request, planner_pb2.ProposeSplitResponse)
+    return answer.split
+
+
+async def read_decisions(cluster: Cluster, limit: int) -> list[planner_pb2.Decision]:
+    """The newest decisions, at most `limit`, newest first."""
+    decisions: list[planner_pb2.Decision] = []
+    token = ""
+    while len(decisions) < limit:
+        request = planner_pb2.ListDecisionsRequest(page_size=min(1000, limit - len(decisions)), page_token=token)
+        answer = await cluster.call("planner", "ListDecisions", request, planner_pb2.ListDecisionsResponse)
+        decisions.extend(answer.decisions)
+        token = answer.next_page_token
+        if not token:
+            break
+    return decisions[:limit]
+
+
+def print_split(answer: planner_pb2.GetSplitResponse) -> None:
+    """The split's line, then each node: live ones with their effective role, then assigned ones that are gone."""
+    print_split_line(answer.split)
+    output.print_line(f"leader: {answer.leader_address or 'none'}")
+    live = {node.node_id for node in answer.nodes}
+    rows = [[node.node_id, word(common_pb2.Role, node.role), "live", node.address] for node in answer.nodes]
+    gone = sorted(set(answer.split.roles) - live)
+    rows += [[node_id, word(common_pb2.Role, answer.split.roles[node_id]), "gone", "-"] for node_id in gone]
+    output.print_table(["node", "role", "state", "address"], rows)
+
+
+def print_split_line(split: planner_pb2.Split) -> None:
+    """The split in a line."""
+    shape = output.shape_of(_words(split.roles).values())
+    written = output.moment(split.written_at_s)
+    because = f" · {split.reason}" if split.reason else ""
+    output.print_line(f"split {shape} · epoch {split.epoch} · by {split.author or '-'} at {written}{because}")
+
+
+def print_decisions(decisions: Sequence[planner_pb2.Decision]) -> None:
+    """One row a decision."""
+    output.print_table(
+        ["when", "kind", "epoch", "changes", "reason"],
+        [
+            [
+                output.moment(decision.decided_at_s),
+                decision.kind,
+                f"{decision.epoch_before}→{decision.epoch_after}"
+                if decision.epoch_after != decision.epoch_before
+                else str(decision.epoch_before),
+                _changes(_words(decision.roles_before), _words(decision.roles_after)) or "-",
+                decision.reason,
+            ]
+            for decision in decisions
+        ],
+    )
+
+
+def _words(roles: Mapping[str, int]) -> dict[str, str]:
+    return {node_id: word(common_pb2.Role, role) for node_id, role in roles.items()}
+
+
+def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    return ", ".join(
+        f"{node_id} {before.get(node_id, '-')}→{after.get(node_id, '-')}"
+        for node_id in sorted({*before, *after})
+        if before.get(node_id) != after.get(node_id)
+    )
