@@ -1,0 +1,111 @@
+"""Wiring of the gateway process."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+from importlib.metadata import version
+
+from evolving.runtime.errors import ServiceError
+from evolving.runtime.keys import Keys, ServiceRegistration, encode
+from evolving.runtime.service import Service, run_service
+from evolving.runtime.settings import SettingsError
+from evolving.runtime.settings_loader import load
+from evolving.v1 import gateway_pb2_grpc
+from evolving_gateway.beginning import Beginning
+from evolving_gateway.contexts import Contexts
+from evolving_gateway.directory import DirectoryClient
+from evolving_gateway.known import KnownRequests
+from evolving_gateway.metrics import GatewayMetrics
+from evolving_gateway.nodes import Cluster
+from evolving_gateway.request import Desk
+from evolving_gateway.router import Router
+from evolving_gateway.service import GatewayService
+from evolving_gateway.settings import GatewaySettings
+from evolving_gateway.tokens import BadModelDirectory, Tokenizer
+
+
+def main() -> None:
+    """The `evolving-gateway` command."""
+    sys.exit(run_service(load(GatewaySettings), serve))
+
+
+async def serve(service: Service[GatewaySettings]) -> None:
+    """Serve until told to stop. Ready while etcd answers and a node serves."""
+    settings, clock = service.settings, service.clock
+    tokenizer = _tokenizer(settings)
+    keys = Keys(settings.etcd_prefix, settings.partition_id)
+    token = settings.bearer_token()
+    store = service.open_store()
+    cluster = Cluster(store, keys, clock, token, settings.max_message_bytes)
+    directory = DirectoryClient(
+        keys, clock, token, settings.directory_timeout_s, settings.finish_retry_s, service.metrics
+    )
+    desk = Desk(
+        settings=settings,
+        clock=clock,
+        cluster=cluster,
+        router=Router(cluster, settings.routing()),
+        beginning=Beginning(directory, Contexts(settings.context_cache_bytes), settings.partition_id),
+        tokenizer=tokenizer,
+        metrics=GatewayMetrics(service.metrics),
+    )
+    known = KnownRequests(settings.known_requests, settings.known_requests_age_s)
+    service.server.add(
+        gateway_pb2_grpc.add_GatewayServiceServicer_to_server,
+        GatewayService(desk, directory, known),
+        "evolving.v1.GatewayService",
+    )
+    service.ready.require("nodes")
+    cluster.on_change(lambda: _tell_nodes(service, cluster))
+    try:
+        address = await service.start()
+        for name, loop in {
+            "nodes": cluster.watch_nodes(),
+            "split": cluster.watch_split(),
+            "stale split": cluster.refresh_split(),
+            "directories": directory.watch_instances(store),
+            "directory leader": directory.watch_leader(store),
+        }.items():
+            service.spawn(loop, name)
+        instance = settings.instance or f"gateway-{secrets.token_hex(4)}"
+        record = ServiceRegistration(
+            "gateway", instance, address, version("evolving-gateway"), started_wall_s=clock.wall_s()
+        )
+        service.register(store, keys.service("gateway", instance), encode(record), settings.lease_ttl_s)
+        await service.serve()
+        await _tell_ends(directory, service)
+    finally:
+        await directory.close()
+        await cluster.close()
+        await store.close()
+        if tokenizer is not None:
+            tokenizer.close()
+
+
+def _tokenizer(settings: GatewaySettings) -> Tokenizer | None:
+    if settings.tokenizer_path is None:
+        return None
+    try:
+        return Tokenizer(settings.tokenizer_path)
+    except BadModelDirectory as error:
+        raise SettingsError(f"--tokenizer-path: {error}; give the model's directory") from error
+
+
+def _tell_nodes(service: Service[GatewaySettings], cluster: Cluster) -> None:
+    serving = sum(node.ready for node in cluster.nodes.values())
+    service.ready.set("nodes", serving > 0, f"{serving} of {len(cluster.nodes)} registered nodes serve")
+
+
+async def _tell_ends(directory: DirectoryClient, service: Service[GatewaySettings]) -> None:
+    """Before leaving, tell the directory which requests are over, as long as the grace period lets us."""
+    try:
+        async with asyncio.timeout(service.remaining_s() / 2):
+            await directory.drain()
+    except TimeoutError:
+        raise ServiceError("the directory was not told of every finished request") from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,344 @@
+"""One attempt at a request: a prefill leg on P, a decode leg on D once P took the request, and the hand-off.
+
+The two legs report on two streams; `run` merges them into one, in the order of the output. Leaving `run` (an error, a
+stop text, a client that went away) cancels both streams, which ends both legs within one iteration of their engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from evolving.core.routing import Context, PrefillScore
+from evolving.core.terms import Role
+from evolving.internal.v1 import node_agent_pb2
+from evolving.v1 import gateway_pb2
+from evolving.wire.status import parse_error
+from evolving_gateway.nodes import Cluster, Node
+from evolving_gateway.router import ModelFacts, Router
+from evolving_gateway.token_ids import to_wire
+
+_EVENTS_MAX = 256  # beyond that a slow client slows the engine's stream, by HTTP/2 flow control
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What all attempts at a request share."""
+
+    partition_id: str
+    tenant: str
+    request_id: str
+    model: ModelFacts
+    prompt: bytes  # token ids as on the wire
+    root: bytes  # 32 bytes: previous digest of block 0
+    sampling: gateway_pb2.Sampling  # every default filled in; no stop texts
+    priority: int
+    branch_id: str
+    version: int
+    reserve_deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one attempt starts with."""
+
+    node: Node
+    score: PrefillScore
+    holders: list[node_agent_pb2.Holder]
+    generated: list[int]  # output of earlier attempts
+    may_requote: bool
+    excluded_decode: Mapping[str, str]
+    timeout_s: float  # what is left of the request's deadline
+
+
+@dataclass(slots=True)
+class Report:
+    """What is known of an attempt so far."""
+
+    decode_node_id: str = ""
+    cached: gateway_pb2.CachedTokens = field(default_factory=gateway_pb2.CachedTokens)
+    queue_s: float = 0.0
+    fetch_s: float = 0.0
+    prefill_s: float = 0.0
+    transfer_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """P has the request in its queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """Output ids from position `index` of the request's whole output on."""
+
+    index: int
+    ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The output is complete."""
+
+    reason: gateway_pb2.FinishReason.ValueType
+
+
+AttemptEvent = Queued | NewTokens | Ended
+
+
+class Requoted(Exception):
+    """P's queue is much longer than quoted; it did not take the request."""
+
+
+class RoleSwitched(Exception):
+    """P got another role while the request was queued there."""
+
+
+class LegFailed(Exception):
+    """A leg could not go on. `node_id` is whom to avoid next time; "" is nobody."""
+
+    def __init__(
+        self, node_id: str, status: grpc.StatusCode, reason: str, message: str, retry_after_s: float | None = None
+    ) -> None:
+        super().__init__(f"{node_id or 'a node'}: {reason}: {message}")
+        self.node_id = node_id
+        self.status = status
+        self.reason = reason
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+
+class Attempt:
+    """Runs once."""
+
+    def __init__(self, job: Job, plan: Plan, cluster: Cluster, router: Router) -> None:
+        self._job = job
+        self._plan = plan
+        self._cluster = cluster
+        self._router = router
+        self._events: asyncio.Queue[AttemptEvent | Exception] = asyncio.Queue(_EVENTS_MAX)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._interrupt: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        name = uuid.uuid4().hex
+        self._prefill_leg, self._decode_leg = f"{name}-p", f"{name}-d"
+        self._transfer_id = secrets.randbits(63)
+        self._tokens = job.prompt + to_wire(plan.generated)
+        self._taken = False
+        self._prefilled = False
+        self._landed = False
+        self._held: list[AttemptEvent] = []  # of the decode leg, until the first token is known
+        self.report = Report()
+
+    async def run(self) -> AsyncGenerator[AttemptEvent, None]:
+        """Queued, tokens, Ended. Raises Requoted, RoleSwitched or LegFailed."""
+        stop_listening = self._cluster.on_change(self._check_role)
+        self._start(self._prefill())
+        try:
+            while True:
+                event = await self._next()
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+                if isinstance(event, Ended):
+                    return
+        finally:
+            stop_listening()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _next(self) -> AttemptEvent | Exception:
+        """The next event; a role switch goes before what is queued."""
+        if not self._interrupt.done() and not self._events.empty():
+            return self._events.get_nowait()
+        get = asyncio.ensure_future(self._events.get())
+        try:
+            await asyncio.wait((get, self._interrupt), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not get.done():
+                get.cancel()
+        return self._interrupt.result() if self._interrupt.done() else get.result()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.create_task(work))
+
+    def _check_role(self) -> None:
+        """A request still in P's queue leaves when P no longer prefills, if another node does."""
+        if self._taken or self._interrupt.done() or self._serves_prefill(self._plan.node):
+            return
+        if any(self._serves_prefill(node) and node.ready for node in self._cluster.nodes.values()):
+            self._interrupt.set_result(RoleSwitched())
+
+    def _serves_prefill(self, node: Node) -> bool:
+        return self._cluster.role(node) in (Role.PREFILL, Role.MIXED)
+
+    # -- prefill
+
+    async def _prefill(self) -> None:
+        node, leg = self._plan.node, self._prefill_leg
+        assert self._plan.score.work is not None
+        node.sent[leg] = self._plan.score.work
+        node.legs += 1
+        call = node.stub.Prefill(self._prefill_request(), timeout=self._plan.timeout_s)
+        try:
+            async for response in call:
+                await self._take_prefill(response)
+            if not self._prefilled:
+                await self._fail(node.node_id, grpc.StatusCode.INTERNAL, "STREAM_ENDED", "prefill ended early")
+        except grpc.aio.AioRpcError as error:
+            await self._prefill_broke(error)
+        finally:
+            call.cancel()
+            node.sent.pop(leg, None)
+            self._cluster.release(node)
+
+    def _prefill_request(self) -> node_agent_pb2.PrefillRequest:
+        job, plan = self._job, self._plan
+        return node_agent_pb2.PrefillRequest(
+            partition_id=job.partition_id,
+            tenant=job.tenant,
+            request_id=job.request_id,
+            leg_id=self._prefill_leg,
+            transfer_id=self._transfer_id,
+            token_ids=self._tokens,
+            generated_tokens=len(plan.generated),
+            root=job.root,
+            sampling=job.sampling,
+            priority=job.priority,
+            quoted_wait_s=plan.score.wait_s,
+            may_requote=plan.may_requote,
+            holders=plan.holders,
+            branch_id=job.branch_id,
+            version=job.version,
+            epoch=self._cluster.epoch,
+            expected_cached_tokens=plan.score.cached_tokens,
+        )
+
+    async def _take_prefill(self, response: node_agent_pb2.PrefillResponse) -> None:
+        node = self._plan.node
+        self._cluster.see_epoch(response.epoch)
+        node.acknowledge(self._prefill_leg, response.wait_s)
+        match response.WhichOneof("event"):
+            case "queued":
+                await self._events.put(Queued())
+            case "requote":
+                await self._events.put(Requoted())
+            case "taken":
+                self._taken = True
+                self.report.queue_s, self.report.fetch_s = response.taken.queue_s, response.taken.fetch_s
+                await self._hand_off()
+            case "prefilled":
+                await self._take_first(response.prefilled)
+            case "sent":
+                self._landed = True
+                self.report.transfer_s = self.report.transfer_s or response.sent.transfer_s
+
+    async def _take_first(self, prefilled: node_agent_pb2.Prefilled) -> None:
+        self.report.cached = prefilled.cached
+        self.report.prefill_s = prefilled.prefill_s
+        await self._events.put(NewTokens(len(self._plan.generated), [prefilled.first_token]))
+        if prefilled.finish:
+            await self._events.put(Ended(prefilled.finish))
+        while self._held:
+            await self._events.put(self._held.pop(0))
+        self._prefilled = True  # only now may the decode leg's events go straight through
+
+    async def _prefill_broke(self, error: grpc.aio.AioRpcError) -> None:
+        """Without P's stream the attempt fails, unless all KV has reached D already."""
+        if self._landed:
+            return
+        detail = parse_error(error)
+        blamed = self.report.decode_node_id if detail.reason == "DECODE_LOST" else self._plan.node.node_id
+        await self._fail(blamed, detail.status, detail.reason, detail.message, detail.retry_after_s)
+
+    # -- decode
+
+    async def _hand_off(self) -> None:
+        """P took the request: choose D now, not before, and let it reserve while P computes."""
+        context = Context(self._job.request_id, len(self._tokens) // 4, self._job.model.block_tokens)
+        decision = self._router.decode(self._job.model, context, self._plan.excluded_decode)
+        if decision.chosen is None:
+            await self._fail("", grpc.StatusCode.UNAVAILABLE, "NO_NODE", decision.reason)
+            return
+        node = self._cluster.nodes[decision.chosen.node_id]
+        self.report.decode_node_id = node.node_id
+        self._start(self._decode(node))
+
+    async def _decode(self, node: Node) -> None:
+        leg = self._decode_leg
+        node.reserving[leg] = False
+        node.legs += 1
+        call = node.stub.Decode(self._decode_request(), timeout=self._plan.timeout_s)
+        try:
+            async for response in call:
+                await self._take_decode(node, response)
+            # After `finished` nobody reads any more; a stream that ends without it is a failure.
+            await self._fail(node.node_id, grpc.StatusCode.INTERNAL, "STREAM_ENDED", "decode ended early")
+        except grpc.aio.AioRpcError as error:
+            detail = parse_error(error)
+            blamed = self._plan.node.node_id if detail.reason == "SOURCE_LOST" else node.node_id
+            await self._fail(blamed, detail.status, detail.reason, detail.message, detail.retry_after_s)
+        finally:
+            call.cancel()
+            node.reserving.pop(leg, None)
+            self._cluster.release(node)
+
+    def _decode_request(self) -> node_agent_pb2.DecodeRequest:
+        job, plan = self._job, self._plan
+        return node_agent_pb2.DecodeRequest(
+            partition_id=job.partition_id,
+            tenant=job.tenant,
+            request_id=job.request_id,
+            leg_id=self._decode_leg,
+            transfer_id=self._transfer_id,
+            token_ids=self._tokens,
+            generated_tokens=len(plan.generated),
+            root=job.root,
+            sampling=job.sampling,
+            source_node_id=plan.node.node_id,
+            source_address=plan.node.registration.transfer_address,
+            branch_id=job.branch_id,
+            version=job.version,
+            epoch=self._cluster.epoch,
+            reserve_deadline_s=min(job.reserve_deadline_s, plan.timeout_s),
+        )
+
+    async def _take_decode(self, node: Node, response: node_agent_pb2.DecodeResponse) -> None:
+        self._cluster.see_epoch(response.epoch)
+        match response.WhichOneof("event"):
+            case "reserved":
+                node.reserving[self._decode_leg] = True
+            case "started":
+                self._landed = True
+                node.reserving.pop(self._decode_leg, None)
+                self.report.transfer_s = response.started.transfer_s
+            case "tokens":
+                ids = memoryview(response.tokens.token_ids).cast("I").tolist()
+                await self._emit(NewTokens(response.tokens.index, ids))
+            case "finished":
+                await self._finish(node, response.finished)
+
+    async def _finish(self, node: Node, finished: node_agent_pb2.DecodeFinished) -> None:
+        if finished.reason:
+            await self._emit(Ended(finished.reason))
+        else:
+            await self._fail(node.node_id, grpc.StatusCode.ABORTED, "ABORTED", "decode was aborted")
+
+    async def _emit(self, event: AttemptEvent) -> None:
+        """Pass on, but never before the first token."""
+        if self._prefilled:
+            await self._events.put(event)
+        else:
+            self._held.append(event)
+
+    async def _fail(
+        self, node_id: str, status: grpc.StatusCode, reason: str, message: str, retry_after_s: float | None = None
+    ) -> None:
+        await self._events.put(LegFailed(node_id, status, reason, message, retry_after_s))

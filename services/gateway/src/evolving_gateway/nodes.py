@@ -1,0 +1,262 @@
+"""The nodes and the split as this gateway sees them: by etcd, by each node itself, and by what was sent since."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import grpc.aio
+
+from evolving.core.terms import Role
+from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
+from evolving.core.work import PrefillWork
+from evolving.internal.v1 import node_agent_pb2, node_agent_pb2_grpc
+from evolving.runtime.channel import open_channel
+from evolving.runtime.clock import Clock
+from evolving.runtime.keys import BadRecord, Keys, NodeRegistration, Split, decode
+from evolving.runtime.log import get_logger
+from evolving.runtime.store import Store, StoreUnavailable
+
+_RECONNECT_FIRST_S, _RECONNECT_MAX_S = 0.1, 2.0
+_log = get_logger(__name__)
+
+
+@dataclass(eq=False)
+class Node:
+    """One life of one node: replaced when its engine or its agent comes back under another incarnation or address."""
+
+    registration: NodeRegistration
+    channel: grpc.aio.Channel
+    stub: node_agent_pb2_grpc.NodeAgentServiceAsyncStub
+    registered: bool = True  # its lease lives
+    watching: bool = False  # its status stream is up
+    status: node_agent_pb2.WatchStatusResponse = field(default_factory=node_agent_pb2.WatchStatusResponse)
+    wait_s: float = 0.0  # W_n as it last said
+    sent: dict[str, PrefillWork] = field(default_factory=dict)  # prefill legs that wait_s does not cover yet
+    reserving: dict[str, bool] = field(default_factory=dict)  # decode legs its status does not cover; True: reserved
+    legs: int = 0  # legs of this gateway running there
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def node_id(self) -> str:
+        """Its id."""
+        return self.registration.node_id
+
+    @property
+    def ready(self) -> bool:
+        """New work may go there, as far as its life is concerned."""
+        same = self.status.incarnation == self.registration.incarnation
+        return self.registered and self.watching and self.status.ready and same
+
+    @property
+    def new_tokens_per_iteration(self) -> float:
+        """ū: observed, else the chunk size."""
+        return self.status.new_tokens_per_iteration or float(self.registration.chunk_tokens)
+
+    @property
+    def prefill_coefficients(self) -> PrefillCoefficients:
+        """Equation 1 on this node."""
+        return PrefillCoefficients(*self.registration.prefill_coefficients)
+
+    @property
+    def decode_coefficients(self) -> DecodeCoefficients:
+        """Equation 2 on this node."""
+        return DecodeCoefficients(*self.registration.decode_coefficients)
+
+    @property
+    def slots_free(self) -> int:
+        """Decode slots left, legs on their way there taken off."""
+        return max(0, self.status.decode_slots_free - len(self.reserving))
+
+    def take_status(self, status: node_agent_pb2.WatchStatusResponse) -> None:
+        """A new status: it covers the reservations acknowledged before it."""
+        self.status = status
+        self.wait_s = status.wait_s
+        self.reserving = {leg: reserved for leg, reserved in self.reserving.items() if not reserved}
+
+    def acknowledge(self, leg_id: str, wait_s: float) -> None:
+        """The node has the leg in its queue; `wait_s` says so."""
+        self.sent.pop(leg_id, None)
+        self.wait_s = wait_s
+
+
+class Cluster:
+    """All nodes by id, and the split. Runs its own watches; `changed` tells when roles or nodes change."""
+
+    def __init__(self, store: Store, keys: Keys, clock: Clock, token: str | None, max_message_bytes: int) -> None:
+        self._store = store
+        self._keys = keys
+        self._clock = clock
+        self._token = token
+        self._max_message_bytes = max_message_bytes
+        self._listeners: set[Callable[[], None]] = set()
+        self._split = Split(epoch=0, roles={}, reason="none yet", author="", written_wall_s=0.0)
+        self._seen_epoch = 0
+        self._stale = asyncio.Event()
+        self._retired: set[Node] = set()
+        self.nodes: dict[str, Node] = {}
+
+    @property
+    def epoch(self) -> int:
+        """Newest split epoch heard of, from etcd or a node."""
+        return max(self._split.epoch, self._seen_epoch)
+
+    def role(self, node: Node) -> Role:
+        """The role in effect: the split's, or the node's own account where that is newer."""
+        own = Role(node.status.role) if node.status.role else Role.MIXED
+        if own is Role.DRAINING or node.status.epoch > self._split.epoch:
+            return own
+        return Role[self._split.roles.get(node.node_id, "mixed").upper()]
+
+    def see_epoch(self, epoch: int) -> None:
+        """A node answered with this epoch. A newer one than etcd told us makes us ask etcd."""
+        if epoch > self.epoch:
+            self._seen_epoch = epoch
+            self._stale.set()
+
+    def on_change(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call `listener` after each change of nodes or roles; the returned function ends that."""
+        self._listeners.add(listener)
+        return lambda: self._listeners.discard(listener)
+
+    async def changed(self) -> None:
+        """Wait for the next change."""
+        event = asyncio.Event()
+        stop = self.on_change(event.set)
+        try:
+            await event.wait()
+        finally:
+            stop()
+
+    async def watch_nodes(self) -> None:
+        """Follow registrations, for ever."""
+        async for batch in self._store.watch(self._keys.nodes):
+            present: set[str] = set()
+            for item in batch.puts:
+                try:
+                    registration = decode(NodeRegistration, item.value)
+                except BadRecord as error:
+                    _log.warning("bad_registration", key=item.key, error=str(error))
+                    continue
+                present.add(registration.node_id)
+                self._put(registration)
+            gone = {key.rpartition("/")[2] for key in batch.deletes}
+            if batch.snapshot:
+                gone |= self.nodes.keys() - present
+            for node_id in gone & self.nodes.keys():
+                _log.info("node_left", node_id=node_id)
+                self._retire(self.nodes.pop(node_id))
+            self._notify()
+
+    async def watch_split(self) -> None:
+        """Follow the split, for ever. A split that vanished stays in force: serving never waits for etcd."""
+        async for batch in self._store.watch(self._keys.split):
+            for item in batch.puts:
+                if item.key == self._keys.split:
+                    self._adopt(item.value)
+
+    async def refresh_split(self) -> None:
+        """Read the split whenever a node knows a newer epoch than we do, for ever."""
+        while True:
+            await self._stale.wait()
+            self._stale.clear()
+            try:
+                current = await self._store.get(self._keys.split)
+            except StoreUnavailable as error:
+                _log.warning("split_not_refreshed", error=str(error), epoch=self._seen_epoch)
+                continue
+            if current is not None:
+                self._adopt(current.value)
+
+    async def close(self) -> None:
+        """End all streams and channels."""
+        nodes = [*self.nodes.values(), *self._retired]
+        self.nodes.clear()
+        for node in nodes:
+            await _end(node)
+
+    def release(self, node: Node) -> None:
+        """A leg of ours on this node ended; a node that left is closed with its last one."""
+        node.legs -= 1
+        if node.legs == 0 and node in self._retired:
+            self._close_soon(node)
+
+    def _adopt(self, value: bytes) -> None:
+        try:
+            split = decode(Split, value)
+        except BadRecord as error:
+            _log.warning("bad_split", error=str(error))
+            return
+        if split.epoch >= self._split.epoch:
+            self._split = split
+            _log.info("split", epoch=split.epoch, roles=split.roles, reason=split.reason)
+            self._notify()
+
+    def _put(self, registration: NodeRegistration) -> None:
+        known = self.nodes.get(registration.node_id)
+        if known is not None and known.registration == registration:
+            return
+        if known is not None:
+            self._retire(known)
+        channel = open_channel(registration.address, token=self._token, max_message_bytes=self._max_message_bytes)
+        stub = node_agent_pb2_grpc.NodeAgentServiceStub(channel)
+        node = Node(registration, channel, stub)
+        node.task = asyncio.create_task(self._follow(node), name=f"status:{node.node_id}")
+        self.nodes[node.node_id] = node
+        _log.info(
+            "node_joined", node_id=node.node_id, address=registration.address, incarnation=registration.incarnation
+        )
+
+    def _retire(self, node: Node) -> None:
+        """No new work; its channel stays until our legs there end by themselves."""
+        node.registered = False
+        self._retired.add(node)
+        if node.legs == 0:
+            self._close_soon(node)
+
+    def _close_soon(self, node: Node) -> None:
+        self._retired.discard(node)
+        task = asyncio.create_task(_end(node), name=f"close:{node.node_id}")
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def _follow(self, node: Node) -> None:
+        """Keep the node's status stream up until cancelled."""
+        backoff_s = _RECONNECT_FIRST_S
+        request = node_agent_pb2.WatchStatusRequest(partition_id=self._keys.partition)
+        while True:
+            try:
+                async for status in node.stub.WatchStatus(request):
+                    backoff_s = _RECONNECT_FIRST_S
+                    self._take_status(node, status)
+            except grpc.aio.AioRpcError as error:
+                if node.watching:
+                    _log.warning(
+                        "node_unreachable", node_id=node.node_id, code=error.code().name, error=error.details()
+                    )
+            if node.watching:
+                node.watching = False
+                self._notify()
+            await self._clock.sleep(backoff_s)
+            backoff_s = min(_RECONNECT_MAX_S, 2 * backoff_s)
+
+    def _take_status(self, node: Node, status: node_agent_pb2.WatchStatusResponse) -> None:
+        before = (node.ready, self.role(node))
+        node.watching = True
+        node.take_status(status)
+        self.see_epoch(status.epoch)
+        if (node.ready, self.role(node)) != before:
+            self._notify()
+
+    def _notify(self) -> None:
+        for listener in list(self._listeners):
+            listener()
+
+
+async def _end(node: Node) -> None:
+    if node.task is not None:
+        node.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await node.task
+    await node.channel.close()

@@ -1,0 +1,145 @@
+"""From what this gateway knows of the nodes to the core's decision, for one request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from evolving.core.routing import (
+    Context,
+    DecodeDecision,
+    DecodeNode,
+    HeldRun,
+    PrefillDecision,
+    PrefillNode,
+    PrefillScore,
+    RoutingConfig,
+    choose_decode,
+    choose_prefill,
+    holder_hints,
+)
+from evolving.internal.v1 import directory_pb2, node_agent_pb2
+from evolving_gateway.errors import InvalidModelChoice, NoNode, UnknownModel
+from evolving_gateway.nodes import Cluster, Node
+
+NOWHERE = directory_pb2.Match()
+"""The match of a request nobody looked up: no copies anywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What requests to a model must keep to. Nodes of one model that may exchange KV share all of it."""
+
+    model: str
+    kv_format: str
+    block_tokens: int
+    vocabulary_tokens: int
+    max_prompt_tokens: int
+    max_context_tokens: int
+
+
+class Router:
+    """Chooses nodes of a cluster."""
+
+    def __init__(self, cluster: Cluster, config: RoutingConfig) -> None:
+        self._cluster = cluster
+        self._config = config
+
+    def models(self) -> dict[ModelFacts, list[Node]]:
+        """Registered nodes by what they serve. Limits that differ within a model are the least of its nodes'."""
+        groups: dict[tuple[str, str, int, int], list[Node]] = {}
+        for node in self._cluster.nodes.values():
+            facts = node.registration
+            key = (facts.model, facts.kv_format, facts.block_tokens, facts.vocab_size)
+            groups.setdefault(key, []).append(node)
+        return {
+            ModelFacts(
+                *key,
+                max_prompt_tokens=min(node.registration.max_prompt_tokens for node in nodes),
+                max_context_tokens=min(node.registration.max_context_tokens for node in nodes),
+            ): nodes
+            for key, nodes in groups.items()
+        }
+
+    def model(self, name: str) -> ModelFacts:
+        """Facts of a model; of the only one when `name` is empty. With several KV layouts, those most nodes have.
+
+        Raises UnknownModel, InvalidModelChoice when a name is needed, NoNode when nothing is served at all.
+        """
+        models = self.models()
+        if not models:
+            raise NoNode("no node is registered", retry_after_s=1.0)
+        named = sorted({facts.model for facts in models})
+        if not name and len(named) > 1:
+            raise InvalidModelChoice(f"several models are served, name one of: {', '.join(named)}")
+        wanted = name or named[0]
+        fitting = [facts for facts in models if facts.model == wanted]
+        if not fitting:
+            raise UnknownModel(f"no node serves {wanted!r}; served: {', '.join(named)}")
+        return max(fitting, key=lambda facts: (len(models[facts]), facts.kv_format))
+
+    def prefill(
+        self, model: ModelFacts, context: Context, match: directory_pb2.Match, excluded: Mapping[str, str]
+    ) -> PrefillDecision:
+        """Equation 7 over the nodes of a model. `excluded` says per node why the request must not go there."""
+        depths = {depth.node_id: depth for depth in match.nodes}
+        nodes = []
+        for node in self._serving(model):
+            depth = depths.get(node.node_id, directory_pb2.NodeMatch())
+            nodes.append(
+                PrefillNode(
+                    node.node_id,
+                    self._cluster.role(node),
+                    node.ready,
+                    node.wait_s,
+                    node.new_tokens_per_iteration,
+                    unacknowledged=tuple(node.sent.values()),
+                    l1_blocks=depth.l1_blocks,
+                    any_blocks=depth.any_blocks,
+                    coefficients=node.prefill_coefficients,
+                    excluded=excluded.get(node.node_id, ""),
+                )
+            )
+        return choose_prefill(context, nodes, self._config)
+
+    def decode(self, model: ModelFacts, context: Context, excluded: Mapping[str, str]) -> DecodeDecision:
+        """The decode node: most room, then the shortest iteration."""
+        nodes = [
+            DecodeNode(
+                node.node_id,
+                self._cluster.role(node),
+                node.ready,
+                node.slots_free,
+                node.status.decoding + len(node.reserving),
+                node.status.decode_context_tokens,
+                coefficients=node.decode_coefficients,
+                excluded=excluded.get(node.node_id, ""),
+            )
+            for node in self._serving(model)
+        ]
+        return choose_decode(context, nodes, self._config)
+
+    def holders(self, match: directory_pb2.Match, score: PrefillScore, own_blocks: int) -> list[node_agent_pb2.Holder]:
+        """Whom the chosen node fetches the blocks it lacks from."""
+        if not score.fetched_blocks:
+            return []
+        runs = [HeldRun(run.first_block, run.blocks, tuple(run.node_ids)) for run in match.holders]
+        live = {node.node_id: node.wait_s for node in self._cluster.nodes.values() if node.ready}
+        hints = holder_hints(runs, score.node_id, own_blocks, own_blocks + score.fetched_blocks, live)
+        return [
+            node_agent_pb2.Holder(
+                node_id=hint.node_id,
+                pool_address=self._cluster.nodes[hint.node_id].registration.pool_address,
+                incarnation=self._cluster.nodes[hint.node_id].registration.incarnation,
+                first_block=hint.first_block,
+                blocks=hint.blocks,
+            )
+            for hint in hints
+        ]
+
+    def _serving(self, model: ModelFacts) -> list[Node]:
+        return [
+            node
+            for node in self._cluster.nodes.values()
+            if node.registration.model == model.model and node.registration.kv_format == model.kv_format
+        ]

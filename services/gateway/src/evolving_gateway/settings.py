@@ -1,0 +1,83 @@
+"""Settings of the gateway."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import Field
+
+from evolving.core.routing import RoutingConfig
+from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
+from evolving.runtime.settings import ServiceSettings
+
+
+class GatewaySettings(ServiceSettings):
+    """The client API of a cluster: tokenises, routes, hands over and recovers requests."""
+
+    service: ClassVar[str] = "gateway"
+
+    instance: str = Field(
+        "", pattern=r"^[A-Za-z0-9._-]*$", description="name among the gateways of the partition; empty: a random one"
+    )
+    lease_ttl_s: float = Field(
+        5.0, ge=1, le=60, description="how long others believe in this gateway after it died, seconds"
+    )
+    tokenizer_path: Path | None = Field(
+        None,
+        description="the model's directory: tokenizer.json, chat template, generation_config.json; "
+        "none: prompts must be token ids, outputs carry no text, and only the engine knows the end tokens",
+    )
+
+    kv_bytes_per_token: float = Field(
+        23_040, gt=0, description="bytes of KV of one token in all layers, to reckon the time of a fetch"
+    )
+    fetch_bytes_per_s: float = Field(1e9, gt=0, description="rate of a fetch from peers' host memory, bytes a second")
+    fetch_fixed_s: float = Field(0.002, ge=0, description="time a fetch takes before its first byte, seconds")
+    tie_share: float = Field(
+        0.05, ge=0, le=1, description="nodes within this share of the best predicted time tie; a hash picks"
+    )
+
+    max_requests: int = Field(
+        2048, ge=1, description="generations accepted and unfinished at once; more are RESOURCE_EXHAUSTED"
+    )
+    max_wait_s: float = Field(
+        300.0, gt=0, description="predicted wait, on the best node, above which a new request is refused, seconds"
+    )
+    request_deadline_s: float = Field(
+        3600.0, gt=0, description="deadline of a generation whose client set none, seconds"
+    )
+    reserve_deadline_s: float = Field(
+        30.0, gt=0, description="how long a decode node may look for room before another is asked, seconds"
+    )
+    requotes_max: int = Field(2, ge=0, le=10, description="times a node may send a request back for a longer wait")
+    recover_s: float = Field(
+        60.0,
+        ge=0,
+        description="how long a request that lost its nodes goes without a new token before it fails, seconds",
+    )
+    attempts_max: int = Field(
+        10, ge=1, le=100, description="attempts in a row without a new token before a request fails"
+    )
+    directory_timeout_s: float = Field(
+        0.5, gt=0, le=30, description="longest wait for the directory before routing goes by load alone, seconds"
+    )
+    finish_retry_s: float = Field(
+        30.0, ge=0, description="how long the end of a request is told to a directory that does not answer, seconds"
+    )
+    known_requests: int = Field(65_536, ge=1, description="request ids kept to tell a retry from a conflict")
+    known_requests_age_s: float = Field(3600.0, gt=0, description="how long a finished request id is kept, seconds")
+    context_cache_bytes: int = Field(
+        1 << 28, ge=0, description="memory for the last contexts of branches, so that only new tokens are hashed, bytes"
+    )
+
+    def routing(self) -> RoutingConfig:
+        """How routing reckons. Nodes bring their own time model, so the fallback has no terms."""
+        return RoutingConfig(
+            prefill=PrefillCoefficients(0.0, 0.0, 0.0),
+            decode=DecodeCoefficients(0.0, 0.0, 0.0),
+            kv_bytes_per_token=self.kv_bytes_per_token,
+            fetch_bytes_per_s=self.fetch_bytes_per_s,
+            fetch_fixed_s=self.fetch_fixed_s,
+            tie_share=self.tie_share,
+        )
