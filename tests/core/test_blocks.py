@@ -1,66 +1,121 @@
-"""Block names against hashlib applied by hand, and the properties routing and reuse rest on."""
+"""Block names: the chain, its root, hashing on from a known prefix, and what a next turn can reuse (§4.2, §6)."""
 
 from __future__ import annotations
 
 import hashlib
+import random
 import struct
 
 import pytest
-from evolving.core.blocks import chain_digests, names_of, reusable_blocks, root_digest, split_names
 from hypothesis import given
 from hypothesis import strategies as st
 
-token_lists = st.lists(st.integers(0, 2**32 - 1), max_size=40)
-ROOT = root_digest("m", "t")
+from evolving.core.blocks import (
+    DIGEST_BYTES,
+    chain,
+    chain_names,
+    common_blocks,
+    hash_tokens,
+    names_of,
+    reusable_blocks,
+    root_digest,
+    split_names,
+)
+from evolving.core.errors import InvalidArgument
+from evolving.core.terms import NAME_BYTES
+
+ROOT = root_digest("model@1/float32/nhd", "", "tenant-a")
 
 
-def packed(tokens: list[int]) -> bytes:
+def pack(tokens: list[int]) -> bytes:
     return struct.pack(f"<{len(tokens)}I", *tokens)
 
 
-@given(tokens=token_lists, block_tokens=st.integers(1, 9))
-def test_each_digest_is_sha256_of_the_one_before_and_the_blocks_ids(tokens: list[int], block_tokens: int) -> None:
-    digests = chain_digests(ROOT, packed(tokens), block_tokens)
-    previous, expected = ROOT, []
-    for start in range(0, len(tokens) // block_tokens * block_tokens, block_tokens):
-        previous = hashlib.sha256(previous + packed(tokens[start : start + block_tokens])).digest()
-        expected.append(previous)
-    assert digests == b"".join(expected)
-    assert split_names(names_of(digests)) == [digest[:16] for digest in expected]
+def test_a_digest_chains_all_32_bytes_of_the_one_before() -> None:
+    tokens = pack([1, 2, 3, 4, 5, 6, 7])
+    first = hashlib.sha256(ROOT + pack([1, 2, 3])).digest()
+    second = hashlib.sha256(first + pack([4, 5, 6])).digest()
+    assert chain(ROOT, tokens, 3) == [first, second]
+    assert names_of([first, second]) == first[:NAME_BYTES] + second[:NAME_BYTES] == chain_names(ROOT, tokens, 3)
+    assert split_names(chain_names(ROOT, tokens, 3)) == [first[:NAME_BYTES], second[:NAME_BYTES]]
 
 
-@given(tokens=token_lists, block_tokens=st.integers(1, 9), cut=st.integers(0, 40))
-def test_a_chain_goes_on_from_any_block(tokens: list[int], block_tokens: int, cut: int) -> None:
-    whole = chain_digests(ROOT, packed(tokens), block_tokens)
-    known = min(cut, len(whole) // 32)
-    previous = whole[32 * (known - 1) : 32 * known] if known else ROOT
-    rest = chain_digests(previous, packed(tokens[known * block_tokens :]), block_tokens)
-    assert whole[: 32 * known] + rest == whole
-
-
-@given(first=token_lists, second=token_lists)
-def test_chains_agree_exactly_as_far_as_the_tokens_do(first: list[int], second: list[int]) -> None:
-    same = 0
-    while same < min(len(first), len(second)) // 2 and first[2 * same : 2 * same + 2] == second[2 * same : 2 * same + 2]:
-        same += 1
-    one, other = (split_names(names_of(chain_digests(ROOT, packed(tokens), 2))) for tokens in (first, second))
-    assert [a == b for a, b in zip(one, other, strict=False)] == [
-        at < same for at in range(min(len(one), len(other)))
-    ]
+def test_chaining_goes_on_from_any_digest() -> None:
+    tokens = pack(list(range(40)))
+    whole = chain(ROOT, tokens, 4)
+    assert chain(whole[2], tokens[3 * 16 :], 4) == whole[3:]
 
 
 @given(one=st.tuples(st.text(), st.text(), st.text()), other=st.tuples(st.text(), st.text(), st.text()))
-def test_roots_differ_for_different_models_tenants_and_adapters(
+def test_nothing_is_shared_across_models_adapters_or_tenants(
     one: tuple[str, str, str], other: tuple[str, str, str]
 ) -> None:
-    assert (root_digest(*one) == root_digest(*other)) == (one == other)
+    tokens = pack(list(range(8)))
+    names, others = (split_names(chain_names(root_digest(*parts), tokens, 2)) for parts in (one, other))
+    assert (names == others) == (one == other)
+    assert one == other or set(names).isdisjoint(others)
 
 
 @pytest.mark.parametrize(
-    ("context_tokens", "next_prompt_tokens", "blocks"),
-    [(128, 500, 1), (129, 500, 2), (200, 129, 2), (200, 128, 1), (0, 10, 0), (10, 0, 0)],
+    ("previous", "tokens", "block_tokens"),
+    [(ROOT[:-1], pack([1]), 1), (b"", pack([1]), 1), (ROOT, b"\x01\x02\x03", 1), (ROOT, pack([1]), 0)],
 )
-def test_the_last_sampled_token_has_no_kv_and_one_prompt_token_is_computed(
-    context_tokens: int, next_prompt_tokens: int, blocks: int
-) -> None:
-    assert reusable_blocks(context_tokens, next_prompt_tokens, 64) == blocks
+def test_what_is_no_digest_or_no_tokens_is_refused(previous: bytes, tokens: bytes, block_tokens: int) -> None:
+    with pytest.raises(InvalidArgument):
+        chain(previous, tokens, block_tokens)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_hashing_on_from_a_known_context_equals_hashing_anew(seed: int) -> None:
+    rng = random.Random(seed)
+    block_tokens = rng.choice([1, 4, 64])
+    tokens = [rng.randrange(2**32) for _ in range(rng.randrange(60 * block_tokens))]
+    known = hash_tokens(ROOT, pack(tokens), block_tokens)
+    for _ in range(20):
+        kept = rng.choice([len(tokens), rng.randrange(len(tokens) + 1)])
+        tokens = tokens[:kept] + [rng.randrange(2**32) for _ in range(rng.randrange(3 * block_tokens))]
+        grown = hash_tokens(ROOT, pack(tokens), block_tokens, known)
+        assert grown == hash_tokens(ROOT, pack(tokens), block_tokens)
+        assert grown.names == names_of(chain(ROOT, pack(tokens), block_tokens))
+        assert common_blocks(known, pack(tokens)) >= min(kept // block_tokens, known.blocks, grown.blocks)
+        known = grown
+
+
+def test_only_blocks_after_the_known_prefix_are_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = hash_tokens(ROOT, pack(list(range(1000))), 10)
+    hashed: list[int] = []
+    sha256 = hashlib.sha256
+
+    def counting(data: bytes = b"") -> object:
+        hashed.append(len(data))
+        return sha256(data)
+
+    monkeypatch.setattr(hashlib, "sha256", counting)
+    grown = hash_tokens(ROOT, pack(list(range(1025))), 10, known)
+    assert hashed == [DIGEST_BYTES + 40] * 2
+    assert grown.blocks == 102
+
+
+def test_a_known_context_of_another_root_or_block_size_is_not_used() -> None:
+    tokens = pack(list(range(100)))
+    known = hash_tokens(ROOT, tokens, 10)
+    other = root_digest("other", "", "")
+    assert hash_tokens(other, tokens, 10, known) == hash_tokens(other, tokens, 10)
+    assert hash_tokens(ROOT, tokens, 5, known) == hash_tokens(ROOT, tokens, 5)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "output", "following", "blocks"),
+    [
+        (64, 1, 200, 1),  # the sampled token has no KV, the prompt has
+        (63, 1, 200, 0),  # 64 tokens, the last of them without KV
+        (64, 64, 500, 1),  # 127 tokens have KV
+        (64, 65, 500, 2),
+        (640, 64, 641, 10),
+        (640, 64, 640, 9),  # one token of the next prompt must be computed
+        (0, 0, 0, 0),
+        (100, 93, None, 3),  # the next prompt's length is not known yet
+    ],
+)
+def test_what_the_next_turn_can_reuse(prompt: int, output: int, following: int | None, blocks: int) -> None:
+    assert reusable_blocks(prompt, output, 64, following) == blocks
