@@ -6,6 +6,9 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from evolving.core.routing import (
     Context,
     DecodeNode,
@@ -21,8 +24,6 @@ from evolving.core.routing import (
 from evolving.core.terms import Role
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.core.work import PrefillWork, queue_service_s, service_s
-from hypothesis import given
-from hypothesis import strategies as st
 
 CONFIG = RoutingConfig(
     prefill=PrefillCoefficients(c0_s=0.01, c1_s=0.001, c2_s=1e-7, c3_s=1e-5),

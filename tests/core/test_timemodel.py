@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients, PrefillSums, mixed_iteration_s
 from hypothesis import given
 from hypothesis import strategies as st
+
+from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients, PrefillSums, mixed_iteration_s
 
 PREFILL = PrefillCoefficients(c0_s=1.0, c1_s=0.1, c2_s=0.01, c3_s=0.001, c4_s=0.0001)
 SUMS = PrefillSums(uncached_tokens=3, query_key_pairs=5, restored_tokens=7, cached_tokens=11)

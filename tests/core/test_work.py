@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from evolving.core.timemodel import PrefillCoefficients
-from evolving.core.work import PrefillWork, node_wait_s, query_key_pairs, queue_service_s, service_s, sum_work
 from hypothesis import given
 from hypothesis import strategies as st
+
+from evolving.core.timemodel import PrefillCoefficients
+from evolving.core.work import PrefillWork, node_wait_s, query_key_pairs, queue_service_s, service_s, sum_work
 
 WORK = st.builds(PrefillWork, st.integers(0, 5000), st.integers(0, 5000), st.just(0))
 COEFFICIENTS = PrefillCoefficients(c0_s=0.5, c1_s=0.01, c2_s=1e-5, c3_s=0.002, c4_s=0.0003)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Self, TypeVar
 
 import grpc
@@ -92,7 +92,7 @@ class EtcdStore:
         self._watch_idle_s = watch_idle_s
         self._on_ready = on_ready
         self._ready = False
-        self._closed = False
+        self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def __aenter__(self) -> Self:
         return self
@@ -104,6 +104,10 @@ class EtcdStore:
     def ready(self) -> bool:
         """See Store."""
         return self._ready
+
+    @property
+    def _closed(self) -> bool:
+        return self._closing.done()
 
     async def get(self, key: str) -> Versioned | None:
         """See Store."""
@@ -199,7 +203,8 @@ class EtcdStore:
 
     async def close(self) -> None:
         """See Store."""
-        self._closed = True
+        if not self._closing.done():
+            self._closing.set_result(None)
         for member in self._members:
             await member.channel.close()
 
@@ -209,7 +214,7 @@ class EtcdStore:
         stream = member.watch.Watch(metadata=_REQUIRE_LEADER)
         create = WatchCreateRequest(key=prefix.encode(), range_end=prefix_range_end(prefix), start_revision=revision)
         try:
-            await stream.write(WatchRequest(create_request=create))
+            await self._write(stream, WatchRequest(create_request=create))
             while True:
                 response = await self._read(stream)
                 if response is grpc.aio.EOF:
@@ -219,6 +224,9 @@ class EtcdStore:
                     raise _WatchBroken(response.cancel_reason or compacted or "cancelled by etcd")
                 self._set_ready(True)
                 yield _batch(response)
+        except _WatchBroken:
+            self._leave(member)
+            raise
         except grpc.aio.AioRpcError as error:
             self._leave(member)
             raise _WatchBroken(f"{member.address}: {error.code().name} {error.details()}") from error
@@ -230,22 +238,34 @@ class EtcdStore:
 
     async def _read(self, stream: Any) -> Any:
         """The next response; when none comes in time, ask for one, and give up when that isn't answered either."""
-        reading = asyncio.ensure_future(stream.read())
+        reading = _task(stream.read())
         try:
-            await asyncio.wait((reading,), timeout=self._watch_idle_s)
-            if not reading.done():
+            if not await self._done(reading, self._watch_idle_s):
                 ask = WatchRequest()
                 ask.progress_request.SetInParent()
-                await stream.write(ask)
-                await asyncio.wait((reading,), timeout=self._timeout_s)
-            if not reading.done():
-                self._current = (self._current + 1) % len(self._members)
-                raise _WatchBroken("etcd fell silent")
-            if reading.cancelled():
-                raise _WatchBroken("the connection was closed")
+                await self._write(stream, ask)
+                if not await self._done(reading, self._timeout_s):
+                    raise _WatchBroken("etcd fell silent")
             return reading.result()
         finally:
             reading.cancel()
+
+    async def _write(self, stream: Any, request: Any) -> None:
+        """Send on a watch stream; on a connection that hangs or is closed meanwhile that alone may take for ever."""
+        writing = _task(stream.write(request))
+        try:
+            if not await self._done(writing, self._timeout_s):
+                raise _WatchBroken("etcd takes no requests")
+            writing.result()
+        finally:
+            writing.cancel()
+
+    async def _done(self, work: asyncio.Future[Any], timeout_s: float) -> bool:
+        """Whether `work` is done in time. Raises _WatchBroken when the store is closed meanwhile."""
+        await asyncio.wait((work, self._closing), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if self._closed or work.cancelled():
+            raise _WatchBroken("the store was closed")
+        return work.done()
 
     async def _call(self, operation: Callable[[_Member, float], Awaitable[Answer]], *, once: bool = False) -> Answer:
         """Run an operation on a member that answers, trying others while time is left unless it may run `once` only.
@@ -305,6 +325,13 @@ class EtcdStore:
             _log.info("etcd_ready" if ready else "etcd_away", members=[member.address for member in self._members])
             if self._on_ready is not None:
                 self._on_ready(ready)
+
+
+def _task(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """A task that may be given up: its failure is then of no interest."""
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    return task
 
 
 async def _renew(member: _Member, lease: int, timeout_s: float) -> float:
