@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from evolving.core.blocks import HashedTokens, common_blocks, hash_tokens
+from evolving.core.terms import NAME_BYTES
 from evolving.internal.v1 import directory_pb2
 from evolving.v1 import common_pb2
-from evolving_gateway.contexts import Contexts, NamedContext, common_blocks, name_context
+from evolving_gateway.contexts import Contexts
 from evolving_gateway.directory import DirectoryClient
 from evolving_gateway.router import NOWHERE, ModelFacts
 
@@ -47,8 +49,10 @@ class Beginning:
         near = self._contexts.get(tenant, branch.branch_id) if branch.branch_id else None
         if near is None and branch.parent_branch_id:  # the directory knows a fork's context by its parent's
             near = self._contexts.get(tenant, branch.parent_branch_id)
-        context = name_context(root, model.block_tokens, tokens, near)
-        base_blocks = common_blocks(root, model.block_tokens, tokens, near)
+        if near is not None and (near.root, near.block_tokens) != (root, model.block_tokens):
+            near = None  # another model's
+        context = hash_tokens(root, tokens, model.block_tokens, near)
+        base_blocks = common_blocks(near, tokens) if near else 0
         answer = await self._directory.begin(self._request(tenant, request_id, branch, context, base_blocks, rematch))
         if answer is not None and answer.need_full:
             self._contexts.forget(tenant, branch.branch_id)
@@ -72,17 +76,18 @@ class Beginning:
         tenant: str,
         request_id: str,
         branch: common_pb2.BranchMetadata,
-        context: NamedContext,
+        context: HashedTokens,
         base_blocks: int,
         rematch: bool,
     ) -> directory_pb2.BeginRequest:
+        base_bytes = base_blocks * NAME_BYTES
         return directory_pb2.BeginRequest(
             partition_id=self._partition_id,
             tenant=tenant,
             branch=branch if branch.branch_id else None,
             request_id=request_id,
             base_blocks=base_blocks,
-            base_name=context.name(base_blocks - 1) if base_blocks else b"",
-            new_names=context.names(base_blocks),
+            base_name=context.names[base_bytes - NAME_BYTES : base_bytes] if base_blocks else b"",
+            new_names=context.names[base_bytes:],
             rematch=rematch,
         )

@@ -79,7 +79,7 @@ class Request:
         self._prompt = prompt
         self._arrived_s = arrived_s
         self._deadline_s = deadline_s
-        self._root = root_digest(model.kv_format, tenant)
+        self._root = root_digest(model.kv_format, "", tenant)
         eos_ids = desk.tokenizer.eos_ids if desk.tokenizer else frozenset[int]()
         self._sampling = fill_sampling(request.sampling, prompt.length, model, eos_ids)
         decoder = desk.tokenizer.tokenizer if desk.tokenizer else None
@@ -286,7 +286,6 @@ class Request:
         cached = _within_prompt(report.cached, prompt_tokens)
         cached_tokens = cached.own_l1 + cached.own_l2 + cached.peer_l2
         ttft_s = (output.first_s - self._arrived_s) if output.first_s is not None else 0.0
-        context_tokens = prompt_tokens + len(output.ids)
         self._observe(cached, ttft_s)
         finished = gateway_pb2.GenerateFinished(
             reason=reason,
@@ -311,7 +310,7 @@ class Request:
                 total_s=now_s - self._arrived_s,
             ),
             attempts=self._recovery.moves,
-            reusable_blocks=reusable_blocks(context_tokens, context_tokens + 1, self._model.block_tokens),
+            reusable_blocks=reusable_blocks(prompt_tokens, len(output.ids), self._model.block_tokens),
         )
         return gateway_pb2.GenerateResponse(finished=finished)
 
