@@ -1,0 +1,78 @@
+"""Wiring of the directory: `evolving-directory`, or `python -m evolving_directory`."""
+
+from __future__ import annotations
+
+import gc
+from importlib.metadata import version
+
+from evolving.core.directory import Directory
+from evolving.internal.v1 import directory_pb2_grpc as internal_grpc
+from evolving.runtime.keys import Keys, ServiceRegistration, encode
+from evolving.runtime.service import Service, run_service
+from evolving.runtime.settings_loader import load
+from evolving.v1 import directory_pb2_grpc as public_grpc
+from evolving_directory.audit import CountsQueries
+from evolving_directory.cluster import ClusterWatch
+from evolving_directory.host import Host
+from evolving_directory.internal_service import InternalDirectoryService
+from evolving_directory.metrics import DirectoryMetrics
+from evolving_directory.public_service import PublicDirectoryService
+from evolving_directory.settings import DirectorySettings
+from evolving_directory.term import take_term
+
+# Registered under one name, so that a new directory takes the place of one that died without waiting for its lease.
+INSTANCE = "active"
+
+
+async def run_directory(service: Service[DirectorySettings]) -> None:
+    """Take a term, then serve from memory; nodes and gateways bring what there is to know."""
+    settings, clock = service.settings, service.clock
+    store = service.open_store()
+    keys = Keys(settings.etcd_prefix, settings.partition_id)
+    host = Host(Directory(settings.config), clock, DirectoryMetrics(service.metrics))
+    queries = CountsQueries()
+    service.server.add(
+        internal_grpc.add_DirectoryServiceServicer_to_server,
+        InternalDirectoryService(host, queries, settings),
+        "evolving.internal.v1.DirectoryService",
+    )
+    service.server.add(
+        public_grpc.add_DirectoryServiceServicer_to_server,
+        PublicDirectoryService(host, queries, settings.audit_timeout_s),
+        "evolving.v1.DirectoryService",
+    )
+    service.ready.require("term", "registered")
+    address = await service.start()
+
+    async def take_office() -> None:
+        host.term = await take_term(store, keys, clock)
+        service.ready.set("term", True)
+        service.spawn(ClusterWatch(store, keys, host).run(), "cluster_watch")
+        record = ServiceRegistration("directory", INSTANCE, address, version("evolving-directory"), clock.wall_s())
+        registration = service.register(
+            store, keys.service("directory", INSTANCE), encode(record), settings.registration_ttl_s
+        )
+        await registration.wait_registered()
+        service.ready.set("registered", True)
+        await host.superseded.wait()
+        service.ready.set("term", False, f"a directory of term {host.newer_term} serves this partition")
+        await registration.close()
+
+    service.on_drain(host.close_streams)
+    service.spawn(take_office(), "take_office")
+    service.spawn(host.let_time_pass(), "let_time_pass")
+    service.spawn(host.show_sizes(), "show_sizes")
+    # What lives from the start on never becomes garbage: full collections need not look at it.
+    gc.collect()
+    gc.freeze()
+    await service.serve()
+    await store.close()
+
+
+def main() -> None:
+    """The command."""
+    raise SystemExit(run_service(load(DirectorySettings), run_directory))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What etcd says that the directory must know: which nodes there are, their roles, and the newest term."""
+
+from __future__ import annotations
+
+from evolving.core.planner import Split, effective_roles, parse_role
+from evolving.runtime import keys as records
+from evolving.runtime.keys import BadRecord, Keys
+from evolving.runtime.log import get_logger
+from evolving.runtime.store import Store, Versioned, WatchBatch
+from evolving_directory.host import Host
+from evolving_directory.term import ROLE, read_term
+
+_log = get_logger(__name__)
+
+
+class ClusterWatch:
+    """Follows the partition's keys and tells the host."""
+
+    def __init__(self, store: Store, keys: Keys, host: Host) -> None:
+        self._store = store
+        self._keys = keys
+        self._host = host
+        self._nodes: set[str] = set()
+        self._split = Split()
+
+    async def run(self) -> None:
+        """For ever. While etcd is away the last knowledge holds."""
+        async for batch in self._store.watch(self._keys.root + "/"):
+            self._apply(batch)
+            self._host.set_nodes(self._nodes, effective_roles(self._split, self._nodes))
+
+    def _apply(self, batch: WatchBatch) -> None:
+        if batch.snapshot:
+            self._nodes.clear()
+        for key in batch.deletes:
+            self._nodes.discard(key.removeprefix(self._keys.nodes))
+        for found in batch.puts:
+            if found.key.startswith(self._keys.nodes):
+                self._nodes.add(found.key.removeprefix(self._keys.nodes))
+            elif found.key == self._keys.split:
+                self._read_split(found)
+            elif found.key == self._keys.term(ROLE):
+                self._read_term(found)
+
+    def _read_split(self, found: Versioned) -> None:
+        try:
+            split = records.decode(records.Split, found.value)
+        except BadRecord as error:
+            _log.error("bad_record_ignored", key=found.key, error=str(error))
+            return
+        if split.epoch >= self._split.epoch:
+            self._split = Split(split.epoch, {node: parse_role(role) for node, role in split.roles.items()})
+
+    def _read_term(self, found: Versioned) -> None:
+        try:
+            self._host.meet_term(read_term(found.value))
+        except BadRecord as error:
+            _log.error("bad_record_ignored", key=found.key, error=str(error))

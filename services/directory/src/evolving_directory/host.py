@@ -1,0 +1,209 @@
+"""The core's state machine and those it speaks to: effects go to node streams, time comes from the clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Iterable, Mapping
+
+from evolving.core.directory import Directory
+from evolving.core.directory_types import (
+    ClearMemory,
+    CountsComplete,
+    CountUpdate,
+    Effect,
+    EndedBranch,
+    FreeL1,
+    Ignored,
+    NeedResync,
+)
+from evolving.core.terms import Role
+from evolving.internal.v1 import directory_pb2
+from evolving.runtime.clock import Clock
+from evolving.runtime.errors import NotReady
+from evolving.runtime.log import get_logger
+from evolving_directory.errors import StreamReplaced, Superseded
+from evolving_directory.metrics import DirectoryMetrics
+from evolving_directory.outbox import Outbox
+
+_SHOW_EVERY_S = 1.0
+_log = get_logger(__name__)
+
+
+class Host:
+    """One per process. State changes happen between awaits; whatever a change caused is in the outboxes before the
+    next one starts."""
+
+    def __init__(self, directory: Directory, clock: Clock, metrics: DirectoryMetrics) -> None:
+        self.directory = directory
+        self.clock = clock
+        self.metrics = metrics
+        self.term = 0  # 0: not taken yet
+        self.newer_term = 0  # of the directory that superseded this one; 0: none
+        self.superseded = asyncio.Event()
+        self.outboxes: dict[str, Outbox] = {}  # of nodes whose stream is open
+        self._known: set[str] = set()  # nodes the core has
+        self._registered: set[str] | None = None  # nodes etcd has; None: not told yet
+        self._roles: dict[str, Role] = {}
+        self._wake = asyncio.Event()
+        self._sleeps_until_s = float("inf")
+
+    # ------------------------------------------------------------------------------------------------ standing
+
+    def check_serving(self) -> None:
+        """Raises NotReady before the term is taken, Superseded once another directory has a higher one."""
+        if self.newer_term:
+            raise Superseded(self.term, self.newer_term)
+        if not self.term:
+            raise NotReady("the directory has no term yet", retry_after_s=1.0)
+
+    def meet_term(self, term: int) -> None:
+        """Somebody knows of this term. A higher one than this directory's ends its service for good."""
+        if self.term and term > max(self.term, self.newer_term):
+            _log.error("superseded", term=self.term, newer_term=term)
+            self.newer_term = term
+            self.superseded.set()
+            for outbox in self.outboxes.values():
+                outbox.close(Superseded(self.term, term))
+
+    async def close_streams(self) -> None:
+        """Let every node go, for a drain: a stream has no end of its own."""
+        for outbox in list(self.outboxes.values()):
+            outbox.close(NotReady("the directory is stopping", retry_after_s=1.0))
+
+    @property
+    def connected(self) -> Collection[str]:
+        """Nodes whose stream is open."""
+        return self.outboxes.keys()
+
+    @property
+    def known_nodes(self) -> Collection[str]:
+        """Nodes the directory keeps copies of."""
+        return self._known
+
+    # --------------------------------------------------------------------------------------------------- nodes
+
+    def connect(self, hello: directory_pb2.NodeHello, outbox: Outbox) -> None:
+        """A node opened its stream; an older stream of it ends. Raises Superseded, InvalidArgument."""
+        self.meet_term(hello.known_term)
+        self.check_serving()
+        node_id = hello.node_id
+        effects = self.directory.node_up(self.clock.now_s(), node_id, hello.incarnation, hello.next_sequence)
+        replaced = self.outboxes.get(node_id)
+        if replaced is not None:
+            self.metrics.cut_streams.labels("replaced").inc()
+            replaced.close(StreamReplaced(f"node {node_id} opened another stream"))
+        self._known.add(node_id)
+        self.outboxes[node_id] = outbox
+        resyncs = any(isinstance(effect, NeedResync) for effect in effects)
+        _log.info("node_connected", node=node_id, incarnation=hello.incarnation, resyncs=resyncs)
+        self.carry_out(effects)
+        if not resyncs:  # what an earlier stream did not deliver is lost, so all counts are sent again
+            self.send_all_counts(node_id)
+
+    def send_all_counts(self, node_id: str) -> None:
+        """Bring a node whose copies are known here to this directory's counts."""
+        outbox = self.outboxes[node_id]
+        for names, count in self.directory.node_counts(node_id):
+            outbox.counts(names, count)
+        outbox.counts_complete()
+
+    def disconnect(self, node_id: str, outbox: Outbox) -> None:
+        """A stream is over. Its copies stay while etcd has the node, but nobody is sent to read them."""
+        outbox.close()
+        if self.outboxes.get(node_id) is outbox:
+            del self.outboxes[node_id]
+            _log.info("node_disconnected", node=node_id)
+            self._drop_gone()
+
+    def set_nodes(self, registered: Collection[str], roles: Mapping[str, Role]) -> None:
+        """The nodes etcd has, and the roles in effect."""
+        self._registered = set(registered)
+        self._drop_gone()
+        for node_id, role in roles.items():
+            old = self._roles.get(node_id, role)
+            if old is not role and node_id in self._known:
+                _log.info("role_switched", node=node_id, old=old.name, new=role.name)
+                self.carry_out(self.directory.role_switch(self.clock.now_s(), node_id, old, role))
+        self._roles = dict(roles)
+
+    def _drop_gone(self) -> None:
+        """A node is gone when etcd has it no more and its stream is broken. Either alone may be a moment's trouble."""
+        if self._registered is None:
+            return
+        for node_id in self._known - self._registered - self.outboxes.keys():
+            _log.warning("node_gone", node=node_id)
+            self._known.discard(node_id)
+            self.carry_out(self.directory.node_gone(self.clock.now_s(), node_id))
+
+    # ------------------------------------------------------------------------------------------------- effects
+
+    def carry_out(self, effects: Iterable[Effect]) -> list[EndedBranch]:
+        """Do what the core asks for; the branches that ended."""
+        ended: list[EndedBranch] = []
+        for effect in effects:
+            if isinstance(effect, CountUpdate):
+                if (outbox := self.outboxes.get(effect.node_id)) is not None:
+                    outbox.counts(effect.names, effect.count)
+            elif isinstance(effect, EndedBranch):
+                ended.append(effect)
+                self.metrics.ended_branches.labels("idle_limit" if effect.expired else "harness").inc()
+                _log.debug("branch_ended", branch_id=effect.branch_id, tenant=effect.tenant, reason=effect.reason)
+            elif isinstance(effect, Ignored):
+                self.metrics.ignored.labels(effect.kind).inc()
+            else:
+                self._tell_node(effect)
+        due_s = self.directory.next_wakeup_s()
+        if due_s is not None and due_s < self._sleeps_until_s:
+            self._wake.set()
+        return ended
+
+    def _tell_node(self, effect: CountsComplete | NeedResync | FreeL1 | ClearMemory) -> None:
+        outbox = self.outboxes.get(effect.node_id)
+        if isinstance(effect, NeedResync):
+            self.metrics.resyncs.inc()
+            _log.info("resync_asked", node=effect.node_id, reason=effect.reason)
+        if outbox is None:
+            return  # it hears everything when it connects again
+        if isinstance(effect, NeedResync):
+            outbox.resync(effect.reason)
+        elif isinstance(effect, CountsComplete):
+            outbox.counts_complete()
+        else:
+            assert isinstance(effect, FreeL1), "the service never configures the rule that empties a node's memory"
+            outbox.retier(effect.reason)
+
+    # ---------------------------------------------------------------------------------------------------- time
+
+    async def let_time_pass(self) -> None:
+        """Tick the core whenever it wants to be woken, for ever."""
+        while True:
+            self._wake.clear()
+            due_s = self.directory.next_wakeup_s()
+            now_s = self.clock.now_s()
+            if due_s is None or due_s > now_s:
+                await self._sleep_until(due_s, now_s)
+                continue
+            self.carry_out(self.directory.tick(now_s))
+            await asyncio.sleep(0)
+
+    async def show_sizes(self) -> None:
+        """Keep the gauges fresh, for ever."""
+        while True:
+            self.metrics.saw(self.directory.stats(), self.term, len(self.outboxes))
+            await self.clock.sleep(_SHOW_EVERY_S)
+
+    async def _sleep_until(self, due_s: float | None, now_s: float) -> None:
+        """Until the core is due, or an event made it due sooner."""
+        self._sleeps_until_s = float("inf") if due_s is None else due_s
+        waits = [asyncio.create_task(self._woken())]
+        if due_s is not None:
+            waits.append(asyncio.create_task(self.clock.sleep(due_s - now_s)))
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            self._sleeps_until_s = float("-inf")
+
+    async def _woken(self) -> None:
+        await self._wake.wait()

@@ -1,0 +1,53 @@
+"""Settings of the directory."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from evolving.core.config import DirectoryConfig
+from evolving.runtime.settings import ServiceSettings
+
+
+class DirectorySettings(ServiceSettings):
+    """What a directory is started with."""
+
+    service: ClassVar[str] = "directory"
+
+    idle_ttl_s: float = Field(
+        24 * 3600.0,
+        gt=0,
+        description="a branch without a running request or a live descendant ends after this long, seconds; its next "
+        "request revives it",
+    )
+    tombstone_s: float = Field(
+        24 * 3600.0, gt=0, description="the id of a branch its harness ended stays refused for this long, seconds"
+    )
+    request_ttl_s: float = Field(
+        3600.0,
+        gt=0,
+        description="a running request that nothing was heard of for this long counts as over, seconds",
+    )
+    registration_ttl_s: float = Field(
+        10.0, ge=1, le=300, description="a directory that died is forgotten after this long, seconds"
+    )
+    count_delay_s: float = Field(
+        0.02, ge=0, le=1, description="counts for a node are gathered for this long before they are sent, seconds"
+    )
+    node_backlog_blocks: int = Field(
+        4_000_000,
+        ge=1000,
+        description="counts that may wait for a node which doesn't read, in blocks; beyond, its stream is cut and it "
+        "gets everything anew once it is back",
+    )
+    audit_timeout_s: float = Field(
+        10.0, gt=0, le=600, description="longest an audit waits for the counts nodes evict by, seconds"
+    )
+
+    @property
+    def config(self) -> DirectoryConfig:
+        """The core's part."""
+        return DirectoryConfig(
+            idle_ttl_s=self.idle_ttl_s, tombstone_s=self.tombstone_s, request_ttl_s=self.request_ttl_s
+        )
