@@ -94,27 +94,27 @@ def _copy_layers(
 
 
 def _device_to_host_pages(
-    src_layers: Sequence[torch.Tensor],
-    dst_blocks: Sequence[torch.Tensor],
+    src_ptrs: Sequence[torch.Tensor],
+    dst_ptrs: Sequence[torch.Tensor],
     src_indices: torch.Tensor,
     dst_indices: torch.Tensor,
     page_size: int,
 ) -> None:
     """Back up all layers into page-first blocks.
 
-    src_layers: K layers, then V layers, each (slots, heads, dim). dst_blocks: one block for K, one for V, each
+    src_ptrs: K layers, then V layers, each (slots, heads, dim). dst_ptrs: one block for K, one for V, each
     (pages, layers, page_size, heads, dim).
     """
-    layers = len(src_layers) // len(dst_blocks)
+    layers = len(src_ptrs) // len(dst_ptrs)
     slots = src_indices.long().view(-1, page_size)
     pages = dst_indices.long()[::page_size] // page_size
-    for index, source in enumerate(src_layers):
-        dst_blocks[index // layers][pages, index % layers] = source[slots]
+    for index, source in enumerate(src_ptrs):
+        dst_ptrs[index // layers][pages, index % layers] = source[slots]
 
 
 def _host_pages_to_device_layer(
-    src_blocks: Sequence[torch.Tensor],
-    dst_layers: Sequence[torch.Tensor],
+    src_ptrs: Sequence[torch.Tensor],
+    dst_ptrs: Sequence[torch.Tensor],
     src_indices: torch.Tensor,
     dst_indices: torch.Tensor,
     layer_id: int,
@@ -123,7 +123,7 @@ def _host_pages_to_device_layer(
     """Load one layer from page-first blocks: the inverse of `_device_to_host_pages`."""
     pages = src_indices.long()[::page_size] // page_size
     slots = dst_indices.long()
-    for source, target in zip(src_blocks, dst_layers, strict=True):
+    for source, target in zip(src_ptrs, dst_ptrs, strict=True):
         target[slots] = source[pages, layer_id].flatten(0, 1)
 
 

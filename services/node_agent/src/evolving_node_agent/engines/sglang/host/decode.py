@@ -1,0 +1,164 @@
+"""The life of a decode leg. Service's thread."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from ...port import Aborted, EngineError, FinishReason, NoRoom, SourceLost
+from .. import messages as m
+from .legs import DecodeLeg, PrefillLeg, failure
+from .pages import l1_ranges
+from .peers import Claim, Done, Landed, Pages, Peer, PeerLost, Pull, Release
+from .prefill import first_token
+
+if TYPE_CHECKING:
+    from .service import Service
+
+
+class _Source(Protocol):
+    """Where the prompt's KV comes from."""
+
+    async def pull(self, from_block: int) -> Pages: ...
+
+    async def read(self, pages: list[int]) -> None: ...
+
+    async def confirm(self, transfer_s: float) -> None: ...
+
+    def started(self) -> None: ...
+
+    def release(self, reason: str) -> None: ...
+
+
+async def run_decode(service: Service, leg: DecodeLeg) -> None:
+    """Reserve, bring the KV, decode; says how it ended."""
+    source: _Source | None = None
+    reason = "the decode leg was aborted"
+    try:
+        source = await _claim(service, leg)
+        await _run(service, leg, source)
+        source = None
+    except PeerLost as error:
+        reason = str(error)
+        service.report(failure(leg, SourceLost(reason)))
+    except EngineError as error:
+        reason = str(error)
+        service.report(failure(leg, error))
+    except asyncio.CancelledError:
+        service.report(failure(leg, Aborted("aborted")))
+    finally:
+        leg.aborted = True
+        if source is not None:
+            source.release(reason)
+        await _end(service, leg)
+
+
+async def _claim(service: Service, leg: DecodeLeg) -> _Source:
+    command = leg.command
+    if command.source_address == service.address:
+        source = service.prefill_of(leg.transfer_id)
+        if source is None:
+            raise SourceLost("the prefill leg is not here")
+        source.claimed.set()
+        leg.local = source
+        return _Local(service, leg, source)
+    peer = await service.peers.at(command.source_address)
+    await peer.ask(Claim(leg.transfer_id), Done)
+    return _Remote(service, leg, peer)
+
+
+async def _run(service: Service, leg: DecodeLeg, source: _Source) -> None:
+    service.inbox.post(lambda: service.desk.reservations.wait(leg))
+    try:
+        cached_tokens = await asyncio.wait_for(leg.reserved, leg.command.reserve_deadline_s)
+    except TimeoutError:
+        raise NoRoom(f"no room within {leg.command.reserve_deadline_s} s") from None
+    service.report(m.LegReserved(leg.leg_id))
+    pulled = await source.pull(cached_tokens // service.block_tokens)
+    if pulled.finish is not None:
+        _finish_at_once(service, leg, pulled.finish)
+        return
+    began_s = time.monotonic()
+    await source.read(pulled.pages)
+    transfer_s = time.monotonic() - began_s
+    await source.confirm(transfer_s)
+    service.report(m.LegStarted(leg.leg_id, transfer_s=transfer_s, cached_tokens=cached_tokens))
+    if not await service.inbox.call(lambda: service.desk.start_decode(leg, pulled.first_token)):
+        raise SourceLost("the prefill leg ended")
+    source.started()
+    await leg.ended
+
+
+def _finish_at_once(service: Service, leg: DecodeLeg, reason: FinishReason) -> None:
+    """The first token was the last: there is nothing to decode and nothing to move."""
+    service.report(m.LegStarted(leg.leg_id, transfer_s=0.0, cached_tokens=0))
+    service.report(m.LegFinished(leg.leg_id, reason, 0))
+
+
+async def _end(service: Service, leg: DecodeLeg) -> None:
+    """Give the leg's room back, but not before the transport is done with it."""
+    if leg.reading is not None and not leg.reading.done():
+        leg.reading.add_done_callback(lambda _: service.inbox.post(lambda: service.desk.end_leg(leg)))
+    else:
+        service.inbox.post(lambda: service.desk.end_leg(leg))
+
+
+class _Local:
+    """The prefill leg is on this node: nothing moves."""
+
+    def __init__(self, service: Service, leg: DecodeLeg, source: PrefillLeg) -> None:
+        self._service = service
+        self._source = source
+
+    async def pull(self, from_block: int) -> Pages:
+        first = await first_token(self._source)
+        if first is None:
+            raise SourceLost("the prefill leg ended")
+        return Pages(first.token, first.finish, [])
+
+    async def read(self, pages: list[int]) -> None:
+        """The KV is where it has to be."""
+
+    async def confirm(self, transfer_s: float) -> None:
+        """`start_decode` finds out whether it is still there."""
+
+    def started(self) -> None:
+        """The KV is the decode leg's now."""
+        if not self._source.handed_over.done():
+            self._source.handed_over.set_result((0.0, 0))
+
+    def release(self, reason: str) -> None:
+        self._service.handover.lose(self._source, reason)
+
+
+class _Remote:
+    """The prefill leg is on another node."""
+
+    def __init__(self, service: Service, leg: DecodeLeg, peer: Peer) -> None:
+        self._service = service
+        self._leg = leg
+        self._peer = peer
+        self._bytes = 0
+
+    async def pull(self, from_block: int) -> Pages:
+        return await self._peer.ask(Pull(self._leg.transfer_id, from_block), Pages)
+
+    async def read(self, pages: list[int]) -> None:
+        service, leg, welcome = self._service, self._leg, self._peer.welcome
+        assert welcome is not None
+        own = await service.inbox.call(lambda: service.desk.reservations.landing_pages(leg))
+        ranges = l1_ranges(service.layout, welcome.layout, list(zip(own, pages, strict=True)))
+        self._bytes = sum(size for _, _, size in ranges)
+        leg.reading = asyncio.ensure_future(service.fetcher.read(welcome.session, ranges))
+        if not await asyncio.shield(leg.reading):
+            raise SourceLost("reading the prompt's KV failed")
+
+    async def confirm(self, transfer_s: float) -> None:
+        await self._peer.ask(Landed(self._leg.transfer_id, transfer_s, self._bytes), Done)
+
+    def started(self) -> None:
+        """The prefill leg ended with `confirm`."""
+
+    def release(self, reason: str) -> None:
+        self._peer.tell(Release(self._leg.transfer_id, reason))

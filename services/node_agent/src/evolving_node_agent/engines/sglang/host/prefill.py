@@ -1,0 +1,110 @@
+"""The life of a prefill leg. Service's thread."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from ...port import Aborted, DecodeLost, EngineError
+from .. import messages as m
+from .legs import FirstToken, PrefillLeg, failure
+from .peers import Done, Gone, Guest, Pages, Reply
+
+if TYPE_CHECKING:
+    from .service import Service
+
+
+async def run_prefill(service: Service, leg: PrefillLeg) -> None:
+    """Fetch, queue, compute, hold, hand over; says how it ended."""
+    try:
+        await _run(service, leg)
+    except EngineError as error:
+        service.report(failure(leg, error))
+    except asyncio.CancelledError:
+        service.report(failure(leg, Aborted("aborted")))
+    finally:
+        leg.aborted = True
+        leg.over.set_result(None)
+        service.inbox.post(lambda: service.desk.end_leg(leg))
+
+
+async def _run(service: Service, leg: PrefillLeg) -> None:
+    board = service.desk.board
+    board.fetching[leg.leg_id] = len(leg.tokens)
+    try:
+        await service.fetcher.fetch(leg)
+    finally:
+        board.fetching.pop(leg.leg_id, None)
+    service.inbox.post(lambda: service.desk.start_prefill(leg))
+    # `ended` fails when SGLang gives the request up, in whatever stage.
+    await asyncio.wait([leg.first, leg.ended], return_when=asyncio.FIRST_COMPLETED)
+    if leg.ended.done():
+        leg.ended.result()
+    first = leg.first.result()
+    if first.finish is not None:
+        return
+    transfer_s, size = await _handed_over(leg)
+    service.report(m.LegSent(leg.leg_id, transfer_s=transfer_s, bytes=size))
+
+
+async def _handed_over(leg: PrefillLeg) -> tuple[float, int]:
+    """Wait for the decode leg: `keep_s` for it to appear, then as long as it lives."""
+    try:
+        await asyncio.wait_for(leg.claimed.wait(), leg.command.keep_s)
+    except TimeoutError:
+        raise DecodeLost(f"no decode leg came within {leg.command.keep_s} s") from None
+    return await leg.handed_over
+
+
+class Handover:
+    """What decode legs elsewhere ask a prefill leg of this node."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def claim(self, guest: Guest, transfer_id: int) -> Reply:
+        """Remember that a decode leg exists; if its node leaves, so does the prefill leg."""
+        leg = self._service.prefill_of(transfer_id)
+        if leg is None:
+            return Gone("the prefill leg is not here")
+        leg.claimed.set()
+        self._service.spawn(self._watch(guest, leg))
+        return Done()
+
+    async def _watch(self, guest: Guest, leg: PrefillLeg) -> None:
+        leaving = asyncio.ensure_future(guest.left.wait())
+        await asyncio.wait([leaving, leg.handed_over], return_when=asyncio.FIRST_COMPLETED)
+        if not leaving.cancel():
+            self.lose(leg, "the decode node went away")
+
+    async def pull(self, transfer_id: int, from_block: int) -> Reply:
+        """The pages of the computed prompt, as soon as it is computed."""
+        leg = self._service.prefill_of(transfer_id)
+        if leg is None:
+            return Gone("the prefill leg is not here")
+        first = await first_token(leg)
+        if first is None:
+            return Gone("the prefill leg ended")
+        if first.finish is not None:
+            return Pages(first.token, first.finish, [])
+        pages = await self._service.inbox.call(lambda: self._service.desk.held_pages(leg, from_block))
+        return Gone("the prefill leg ended") if pages is None else Pages(first.token, None, pages)
+
+    async def landed(self, transfer_id: int, transfer_s: float, size: int) -> Reply:
+        """The decode leg has read the pages; it may use them only if they were held all the while."""
+        leg = self._service.prefill_of(transfer_id)
+        if leg is None or leg.handed_over.done():
+            return Gone("the prefill leg ended")
+        leg.handed_over.set_result((transfer_s, size))
+        return Done()
+
+    def lose(self, leg: PrefillLeg, reason: str) -> None:
+        """The decode leg is gone."""
+        if not leg.handed_over.done():
+            leg.handed_over.set_exception(DecodeLost(reason))
+
+
+async def first_token(leg: PrefillLeg) -> FirstToken | None:
+    """Wait until the leg has sampled its first token; None when it ended before."""
+    await asyncio.wait([leg.first, leg.over], return_when=asyncio.FIRST_COMPLETED)
+    return leg.first.result() if leg.first.done() else None

@@ -1,0 +1,204 @@
+"""The engine's asyncio side: the channel to the node agent, the peer service, and the task of each leg."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from ...port import EngineDown, EngineInfo, Rejected, Tier
+from .. import messages as m
+from ..framing import read_frame, write_frame
+from ..translate import split_names
+from . import peers as p
+from .decode import run_decode
+from .desk import Desk, Outgoing
+from .eviction import BranchCountStrategy
+from .fetch import Fetcher
+from .inbox import Inbox
+from .legs import Leg, PrefillLeg, decode_leg, prefill_leg
+from .pages import Layout
+from .peers import Guest, Peers, Reply
+from .prefill import Handover, run_prefill
+from .transport import Transport
+
+logger = logging.getLogger(__name__)
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(m.Command).decode
+
+
+class Service:
+    """Everything that is not the model. Its own thread."""
+
+    def __init__(
+        self, desk: Desk, inbox: Inbox, transport: Transport, info: EngineInfo, stop: Callable[[], None]
+    ) -> None:
+        self.desk = desk
+        self.inbox = inbox
+        self.block_tokens = info.block_tokens
+        self.layout: Layout = desk.blocks.pages.layout
+        self.peers = Peers(info.kv_format)
+        self.fetcher = Fetcher(inbox, desk.blocks, self.peers, transport, info.block_tokens)
+        self.handover = Handover(self)
+        self.address = ""
+        self._info = info
+        self._session = transport.session
+        self._stop = stop
+        self._legs: dict[str, tuple[Leg, asyncio.Task[None]]] = {}
+        self._transfers: dict[int, PrefillLeg] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._draining = False
+        self._loop = asyncio.get_running_loop()
+
+    async def run(self, channel: socket.socket, bind_host: str, advertise_host: str, port: int) -> None:
+        """Serve until the node agent is gone."""
+        server = await asyncio.start_server(self._serve_peer, bind_host, port)
+        self.address = f"{advertise_host}:{server.sockets[0].getsockname()[1]}"
+        reader, self._writer = await asyncio.open_connection(sock=channel)
+        self.desk.deliver = lambda outgoing: self._loop.call_soon_threadsafe(self._take, outgoing)
+        self.report(m.Ready(dataclasses.replace(self._info, transfer_address=self.address, pool_address=self.address)))
+        while (frame := await read_frame(reader)) is not None:
+            await self._command(_decode(frame))
+        logger.info("the node agent is gone")
+        os._exit(0)
+
+    def report(self, report: m.Report) -> None:
+        """Tell the node agent."""
+        write_frame(self._writer, _encode(report))
+
+    def prefill_of(self, transfer_id: int) -> PrefillLeg | None:
+        """The prefill leg of this transfer while it runs."""
+        return self._transfers.get(transfer_id)
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run something beside the legs."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _take(self, outgoing: list[Outgoing]) -> None:
+        """What the scheduler's thread said, in order."""
+        for item in outgoing:
+            if not isinstance(item, tuple):
+                self.report(item)
+                continue
+            future, result = item
+            if future.done():
+                continue
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+    async def _command(self, command: m.Command) -> None:
+        match command:
+            case m.Prefill():
+                leg = prefill_leg(command)
+                if self._begin(leg):
+                    self._transfers[leg.transfer_id] = leg
+                    self._run(leg, run_prefill(self, leg))
+            case m.Decode():
+                other = decode_leg(command)
+                if self._begin(other):
+                    self._run(other, run_decode(self, other))
+            case m.Abort(request, leg_id):
+                found = self._legs.get(leg_id)
+                if found is not None:
+                    found[0].aborted = True
+                    found[1].cancel()
+                self._answer(request, m.Answer(request, found=found is not None))
+            case m.SetCounts(request, counts):
+                self.spawn(self._set_counts(request, counts))
+            case m.AskCounts(request):
+                self.spawn(self._counts(request))
+            case m.AskDigests(request, names, tier):
+                self.spawn(self._digests(request, names, Tier(tier)))
+            case m.Drain():
+                self._draining = True
+                self._stop_when_empty()
+
+    def _begin(self, leg: Leg) -> bool:
+        """Whether the leg may run; says so when not."""
+        if self._draining:
+            self.report(m.LegFailed(leg.leg_id, EngineDown.__name__, "the engine is stopping"))
+        elif leg.leg_id in self._legs:
+            self.report(m.LegFailed(leg.leg_id, Rejected.__name__, "the leg is running already"))
+        else:
+            return True
+        return False
+
+    def _run(self, leg: Leg, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._legs[leg.leg_id] = (leg, task)
+        task.add_done_callback(lambda done: self._end(leg, done))
+
+    def _end(self, leg: Leg, task: asyncio.Task[None]) -> None:
+        self._legs.pop(leg.leg_id, None)
+        if isinstance(leg, PrefillLeg):
+            self._transfers.pop(leg.transfer_id, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A bug: nothing after it can be trusted, and the node agent restarts us.
+            logger.error("leg %s failed", leg.leg_id, exc_info=error)
+            os._exit(1)
+        self._stop_when_empty()
+
+    def _stop_when_empty(self) -> None:
+        if self._draining and not self._legs:
+            self.inbox.post(self._stop)
+
+    def _answer(self, request: int, answer: m.Answer) -> None:
+        if request:
+            self.report(answer)
+
+    async def _set_counts(self, request: int, counts: dict[bytes, int]) -> None:
+        await self.inbox.call(lambda: BranchCountStrategy.counts.update(counts))
+        self._answer(request, m.Answer(request))
+
+    async def _counts(self, request: int) -> None:
+        counts = await self.inbox.call(BranchCountStrategy.counts.nonzero)
+        self._answer(request, m.Answer(request, counts=counts))
+
+    async def _digests(self, request: int, names: bytes, tier: Tier) -> None:
+        found = await self.inbox.call(lambda: self.desk.blocks.digests(split_names(names), tier))
+        self._answer(request, m.Answer(request, digests=found))
+
+    # -- peers
+
+    async def _serve_peer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await p.serve_guest(
+            reader,
+            writer,
+            {
+                p.Hello: self._welcome,
+                p.Locate: self._locate,
+                p.Claim: lambda guest, ask: self.handover.claim(guest, ask.transfer_id),
+                p.Pull: lambda guest, ask: self.handover.pull(ask.transfer_id, ask.from_block),
+                p.Landed: lambda guest, ask: self.handover.landed(ask.transfer_id, ask.transfer_s, ask.bytes),
+                p.Release: self._release,
+            },
+        )
+
+    async def _welcome(self, guest: Guest, hello: p.Hello) -> Reply:
+        return p.Welcome(self._info.kv_format, self._info.incarnation, self._session, self.layout)
+
+    async def _locate(self, guest: Guest, ask: p.Locate) -> Reply:
+        """The leading blocks that are in our L2. The reader finds out by itself when one leaves."""
+        places: list[tuple[int, int]] = []
+        for name in split_names(ask.names):
+            place = self.desk.blocks.residency.host_pages.get(name)
+            if place is None:
+                break
+            places.append(place)
+        return p.Located(places)
+
+    async def _release(self, guest: Guest, ask: p.Release) -> Reply:
+        leg = self.prefill_of(ask.transfer_id)
+        if leg is not None:
+            self.handover.lose(leg, ask.reason)
+        return p.Done()

@@ -1,0 +1,27 @@
+"""Engines for tests: the tiny model, small pools, so that an engine starts in seconds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from evolving_node_agent.engines.port import Engine
+from evolving_node_agent.engines.sglang import SglangConfig, SglangEngine
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from models import tiny_model  # noqa: E402
+
+
+def make_engine(tmp_path: Path, name: str, **overrides: Any) -> Engine:
+    """An engine that was not started; `overrides` are fields of `SglangConfig`."""
+    fields: dict[str, Any] = {
+        "model_path": str(tiny_model()),
+        "model_name": "tiny",
+        "l1_tokens": 4096,
+        "l2_tokens": 8192,
+        "chunk_tokens": 256,
+        "log_path": str(tmp_path / f"{name}.log"),
+    }
+    return SglangEngine(SglangConfig(**(fields | overrides)))
