@@ -78,7 +78,7 @@ class Cluster:
         """Where a kind of service is: as given, or every registered instance, the leader first."""
         given = self.options.address(kind)
         if given:
-            return (given,)
+            return tuple(address.strip() for address in given.split(","))
         found = (await self.registry()).addresses(kind)
         if not found:
             raise unreachable(

@@ -1,0 +1,414 @@
+"""evolvectl's commands against scripted services at given addresses: what it asks, prints and exits with."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import pytest
+from scripted_cluster import ScriptedDirectory, ScriptedModels, ScriptedPlanner, nobody, running
+from scripted_gateway import refusal
+from typer.testing import CliRunner
+
+from evolving.v1 import common_pb2, directory_pb2, gateway_pb2, planner_pb2
+from evolving_client.ctl.app import app, global_first
+from evolving_client.ctl.plain import plain
+
+Code = grpc.StatusCode
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+
+
+@dataclass
+class Outcome:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """Its standard output as JSON."""
+        return json.loads(self.out)
+
+    @property
+    def words(self) -> list[list[str]]:
+        """Its standard output, words by line."""
+        return [line.split() for line in self.out.splitlines() if line.strip()]
+
+
+def evolvectl(*arguments: str, stdin: str = "") -> Outcome:
+    """Run a command in this process."""
+    result = CliRunner().invoke(app, arguments, input=stdin)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Outcome(result.exit_code, result.stdout, result.stderr)
+
+
+def one_line(outcome: Outcome) -> str:
+    """The error line, after checking that it is one."""
+    assert re.fullmatch(r"evolvectl: [^\n]+\n", outcome.err), outcome.err
+    return outcome.err
+
+
+@pytest.fixture
+def planner() -> ScriptedPlanner:
+    split = planner_pb2.Split(
+        epoch=7,
+        roles={"node-a": PREFILL, "node-b": DECODE, "node-z": DECODE},
+        reason="because",
+        author="operator:me",
+        written_at_s=86400.0,
+    )
+    nodes = [
+        planner_pb2.NodeView(node_id="node-a", role=PREFILL, address="10.0.0.1:1", incarnation="i"),
+        planner_pb2.NodeView(node_id="node-b", role=common_pb2.ROLE_MIXED, address="10.0.0.2:1", incarnation="j"),
+    ]
+    return ScriptedPlanner(split=planner_pb2.GetSplitResponse(split=split, leader_address="10.0.0.9:1", nodes=nodes))
+
+
+@pytest.fixture
+def planner_address(planner: ScriptedPlanner) -> Iterator[str]:
+    with running(planner) as address:
+        yield address
+
+
+@pytest.fixture
+def directory() -> ScriptedDirectory:
+    return ScriptedDirectory()
+
+
+@pytest.fixture
+def directory_address(directory: ScriptedDirectory) -> Iterator[str]:
+    with running(directory) as address:
+        yield address
+
+
+def test_split_show_names_live_and_lost_nodes(planner_address: str) -> None:
+    outcome = evolvectl("--planner", planner_address, "split", "show")
+    assert outcome.code == 0
+    assert "split 1P2D · epoch 7 · by operator:me at 1970-01-02 00:00:00Z · because" in outcome.out
+    assert ["node-a", "prefill", "live", "10.0.0.1:1"] in outcome.words
+    assert ["node-b", "mixed", "live", "10.0.0.2:1"] in outcome.words, "the role in effect, not the one assigned"
+    assert ["node-z", "decode", "gone", "-"] in outcome.words
+
+
+def test_split_show_as_json_has_every_field(planner: ScriptedPlanner, planner_address: str) -> None:
+    answer = evolvectl("split", "show", "--json", "--planner", planner_address).json
+    assert answer["split"] == {
+        "epoch": 7,
+        "roles": {"node-a": "prefill", "node-b": "decode", "node-z": "decode"},
+        "reason": "because",
+        "author": "operator:me",
+        "written_at_s": 86400.0,
+    }
+    assert answer["leader_address"] == "10.0.0.9:1"
+    assert [node["role"] for node in answer["nodes"]] == ["prefill", "mixed"]
+
+
+def test_split_set_sends_a_shape(planner: ScriptedPlanner, planner_address: str) -> None:
+    outcome = evolvectl(
+        "--planner", planner_address, "split", "set", "2p1D", "--reason", "more prompts", "--expected-epoch", "7"
+    )
+    assert outcome.code == 0
+    assert planner.requests == [
+        planner_pb2.ProposeSplitRequest(
+            shape=planner_pb2.SplitShape(prefill_nodes=2, decode_nodes=1), reason="more prompts", expected_epoch=7
+        )
+    ]
+    assert "epoch 8" in outcome.out
+
+
+def test_split_set_sends_roles_of_nodes(planner: ScriptedPlanner, planner_address: str) -> None:
+    outcome = evolvectl(
+        "--planner", planner_address, "--json", "split", "set", "node-a=decode", "node-b=PREFILL", "node-z=draining"
+    )
+    assert planner.requests == [
+        planner_pb2.ProposeSplitRequest(
+            changes=planner_pb2.RoleChanges(
+                roles={"node-a": DECODE, "node-b": PREFILL, "node-z": common_pb2.ROLE_DRAINING}
+            )
+        )
+    ]
+    assert outcome.json["roles"] == {"node-a": "decode", "node-b": "prefill", "node-z": "draining"}
+    assert outcome.json["epoch"] == 8
+
+
+@pytest.mark.parametrize(
+    "words", [["3"], ["2P"], ["2P1D", "node-a=decode"], ["node-a"], ["node-a=boss"], ["=decode"], ["a=decode"] * 2, []]
+)
+def test_a_split_without_sense_is_wrong_usage(planner: ScriptedPlanner, planner_address: str, words: list[str]) -> None:
+    outcome = evolvectl("--planner", planner_address, "split", "set", *words)
+    assert outcome.code == 2
+    assert not planner.requests
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (refusal(Code.INVALID_ARGUMENT, "INVALID_ARGUMENT"), 1),
+        (refusal(Code.ABORTED, "EPOCH_CHANGED"), 1),
+        (refusal(Code.FAILED_PRECONDITION, "NOT_LEADER"), 1),
+        (refusal(Code.UNAUTHENTICATED, "UNAUTHENTICATED"), 1),
+        (refusal(Code.PERMISSION_DENIED, "FORBIDDEN"), 1),
+        (refusal(Code.INTERNAL, ""), 1),
+        (refusal(Code.UNAVAILABLE, "STORE_UNAVAILABLE"), 3),
+        (refusal(Code.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"), 3),
+    ],
+)
+def test_a_refusal_is_a_line_and_an_exit_code(
+    planner: ScriptedPlanner, planner_address: str, error: Any, code: int
+) -> None:
+    planner.errors.append(error)
+    outcome = evolvectl("--planner", planner_address, "split", "set", "2P1D")
+    assert outcome.code == code
+    line = one_line(outcome)
+    assert planner_address in line
+    assert not outcome.out
+
+
+def test_the_leader_a_planner_names_is_asked(planner: ScriptedPlanner, planner_address: str) -> None:
+    standby = ScriptedPlanner()
+    standby.errors.append(refusal(Code.FAILED_PRECONDITION, "NOT_LEADER", leader=planner_address))
+    with running(standby) as address:
+        assert evolvectl("--planner", address, "split", "set", "2P1D").code == 0
+    assert len(standby.requests) == len(planner.requests) == 1
+
+
+def test_planners_that_name_each_other_are_asked_once(planner: ScriptedPlanner, planner_address: str) -> None:
+    standby = ScriptedPlanner()
+    with running(standby) as address:
+        standby.errors.append(refusal(Code.FAILED_PRECONDITION, "NOT_LEADER", leader=planner_address))
+        planner.errors.append(refusal(Code.FAILED_PRECONDITION, "NOT_LEADER", leader=address))
+        assert evolvectl("--planner", address, "split", "set", "2P1D").code == 1
+    assert len(standby.requests) == len(planner.requests) == 1
+
+
+def test_nobody_at_an_address_is_unreachable() -> None:
+    gone = nobody()
+    for command in (
+        ["--planner", gone, "split", "show"],
+        ["--directory", gone, "audit"],
+        ["--gateway", gone, "models"],
+        ["--etcd", gone, "models"],
+        ["--etcd", f"{gone},{nobody()}", "status"],
+    ):
+        outcome = evolvectl("--timeout-s", "2", *command)
+        assert outcome.code == 3, command
+        assert gone in one_line(outcome)
+
+
+def test_the_token_travels(planner: ScriptedPlanner, planner_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    evolvectl("--planner", planner_address, "--token", "one", "split", "show")
+    monkeypatch.setenv("EVOLVING_TOKEN", "two")
+    monkeypatch.setenv("EVOLVING_PLANNER", planner_address)
+    evolvectl("split", "show")
+    assert planner.authorizations == ["Bearer one", "Bearer two"]
+
+
+def decision(number: int) -> planner_pb2.Decision:
+    """The number-th decision, newest first."""
+    return planner_pb2.Decision(
+        decided_at_s=86400.0 * (9 - number),
+        kind="switch",
+        reason=f"reason-{number}",
+        epoch_before=10 - number,
+        epoch_after=11 - number,
+        roles_before={"node-a": PREFILL, "node-b": DECODE},
+        roles_after={"node-a": DECODE, "node-b": DECODE, "node-c": PREFILL},
+    )
+
+
+def test_decisions_are_read_page_by_page_up_to_the_limit(planner: ScriptedPlanner, planner_address: str) -> None:
+    planner.decisions = [decision(number) for number in range(9)]
+    planner.page = 2
+    outcome = evolvectl("--planner", planner_address, "decisions", "--limit", "5", "--json")
+    assert [each["reason"] for each in outcome.json["decisions"]] == [f"reason-{number}" for number in range(5)]
+    everything = evolvectl("--planner", planner_address, "decisions", "--json")
+    assert len(everything.json["decisions"]) == 9
+
+
+def test_a_decision_says_what_changed(planner: ScriptedPlanner, planner_address: str) -> None:
+    stay = planner_pb2.Decision(kind="stay", epoch_before=3, epoch_after=3, reason="no gain")
+    planner.decisions = [decision(0), stay]
+    _, _, first, second = evolvectl("--planner", planner_address, "decisions").words
+    changes = ["node-a", "prefill→decode,", "node-c", "-→prefill"]
+    assert first == ["1970-01-10", "00:00:00Z", "switch", "10→11", *changes, "reason-0"]
+    assert second == ["-", "stay", "3", "-", "no", "gain"]
+
+
+def branches(count: int) -> list[common_pb2.Branch]:
+    """Live branches b0, b1, …"""
+    return [
+        common_pb2.Branch(
+            branch_id=f"b{number}",
+            tenant="default",
+            version=number + 1,
+            state=common_pb2.BRANCH_STATE_LIVE,
+            prompt_blocks=10,
+            output_blocks=2,
+            counts=common_pb2.BlockCounts(held_blocks=12, shared_blocks=3, zero_blocks=4),
+            idle_s=1.5,
+        )
+        for number in range(count)
+    ]
+
+
+def test_branch_ls_pages_and_says_when_there_are_more(directory: ScriptedDirectory, directory_address: str) -> None:
+    directory.branches = branches(7)
+    directory.page = 3
+    everything = evolvectl("--directory", directory_address, "--json", "branch", "ls")
+    assert [branch["branch_id"] for branch in everything.json["branches"]] == [f"b{number}" for number in range(7)]
+    assert everything.json["truncated"] is False
+    some = evolvectl("--directory", directory_address, "--json", "branch", "ls", "--limit", "4")
+    assert len(some.json["branches"]) == 4
+    assert some.json["truncated"] is True
+    exactly = evolvectl("--directory", directory_address, "--json", "branch", "ls", "--limit", "7")
+    assert exactly.json["truncated"] is False
+    table = evolvectl("--directory", directory_address, "branch", "ls", "--limit", "1")
+    assert ["b0", "default", "live", "1", "10", "2", "12", "3", "4", "0", "1.50s", "-"] in table.words
+    assert "--limit" in table.out
+
+
+def test_branch_ls_asks_for_one_tenant_and_ended_ones(directory: ScriptedDirectory, directory_address: str) -> None:
+    evolvectl("--directory", directory_address, "branch", "ls", "--tenant", "t", "--ended")
+    (request,) = directory.requests
+    assert isinstance(request, directory_pb2.ListBranchesRequest)
+    assert (request.tenant, request.include_ended) == ("t", True)
+
+
+def test_branch_show_tells_where_blocks_are_counted(directory: ScriptedDirectory, directory_address: str) -> None:
+    (branch,) = directory.branches = branches(1)
+    branch.homes.add(phase=common_pb2.PHASE_PREFILL, node_id="node-a", first_block=0, blocks=10)
+    branch.homes.add(phase=common_pb2.PHASE_DECODE, node_id="node-b", first_block=2, blocks=8)
+    branch.child_branch_ids.extend(["c1", "c2"])
+    outcome = evolvectl("--directory", directory_address, "branch", "show", "b0")
+    assert ["prefill", "node-a", "0", "10"] in outcome.words
+    assert ["decode", "node-b", "2", "8"] in outcome.words
+    assert "c1, c2" in outcome.out
+    assert evolvectl("--directory", directory_address, "branch", "show", "b0", "--json").json == plain(branch)
+
+
+def test_an_unknown_branch_or_block_is_refused(directory_address: str) -> None:
+    for command in (["branch", "show", "none"], ["block", "show", "00" * 16]):
+        outcome = evolvectl("--directory", directory_address, *command)
+        assert outcome.code == 1
+        one_line(outcome)
+
+
+def test_block_show_lists_copies(directory: ScriptedDirectory, directory_address: str) -> None:
+    name = bytes(range(16))
+    block = directory_pb2.GetBlockResponse(depth=3, branch_ids=["b0", "b1"])
+    block.copies.add(node_id="node-a", in_l1=True, in_l2=True, prefill_count=2)
+    block.copies.add(node_id="node-b", in_l2=True, decode_count=1)
+    directory.blocks[name] = block
+    outcome = evolvectl("--directory", directory_address, "block", "show", name.hex().upper())
+    assert ["node-a", "yes", "yes", "2", "0"] in outcome.words
+    assert ["node-b", "-", "yes", "0", "1"] in outcome.words
+    assert "b0, b1" in outcome.out
+    as_json = evolvectl("--directory", directory_address, "block", "show", name.hex(), "--json").json
+    assert as_json == {"name": name.hex(), **plain(block)}
+
+
+@pytest.mark.parametrize("name", ["", "zz" * 16, "00" * 15, "00" * 17, "00" * 16 + "\n"])
+def test_a_name_that_is_no_blocks_is_wrong_usage(
+    directory: ScriptedDirectory, directory_address: str, name: str
+) -> None:
+    assert evolvectl("--directory", directory_address, "block", "show", name).code == 2
+    assert not directory.requests
+
+
+def test_a_clean_audit_exits_0(directory: ScriptedDirectory, directory_address: str) -> None:
+    directory.audit = directory_pb2.AuditResponse(compared=42)
+    outcome = evolvectl("--directory", directory_address, "audit")
+    assert outcome.code == 0
+    assert outcome.out.startswith("clean: 42 ")
+    assert not outcome.err
+    assert evolvectl("--directory", directory_address, "audit", "--json").json["clean"] is True
+
+
+@pytest.mark.parametrize(("mismatches", "nonzero"), [(1, 0), (0, 1)])
+def test_an_audit_with_a_mismatch_exits_1(
+    directory: ScriptedDirectory, directory_address: str, mismatches: int, nonzero: int
+) -> None:
+    directory.audit = directory_pb2.AuditResponse(compared=42, mismatch_count=mismatches, nonzero_after_end=nonzero)
+    directory.audit.mismatches.add(node_id="node-a", name=bytes(16), incremental=1, recounted=2, node=3)
+    outcome = evolvectl("--directory", directory_address, "audit")
+    assert outcome.code == 1
+    assert ["node-a", "00" * 16, "1", "2", "3"] in outcome.words
+    one_line(outcome)
+    as_json = evolvectl("--directory", directory_address, "audit", "--json")
+    assert as_json.code == 1
+    assert as_json.json["clean"] is False
+    assert as_json.json["mismatches"][0]["name"] == "00" * 16
+
+
+def test_an_audit_without_all_nodes_exits_3(directory: ScriptedDirectory, directory_address: str) -> None:
+    directory.audit = directory_pb2.AuditResponse(compared=42, unreachable_node_ids=["node-c"])
+    outcome = evolvectl("--directory", directory_address, "audit")
+    assert outcome.code == 3
+    assert "node-c" in one_line(outcome)
+
+
+def test_models_lists_what_is_served() -> None:
+    model = gateway_pb2.Model(
+        model="m", vocabulary_tokens=10, max_prompt_tokens=20, max_context_tokens=30, block_tokens=64, nodes=3
+    )
+    with running(ScriptedModels(models=[model])) as address:
+        assert ["m", "3", "10", "20", "30", "64"] in evolvectl("--gateway", address, "models").words
+        assert evolvectl("--gateway", address, "models", "--json").json == {"models": [plain(model)]}
+        outcome = evolvectl("--gateway", f"{nobody()}, {address}", "models")
+        assert outcome.code == 0, "the next address is asked"
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nonsense"], ["status", "--nonsense"], ["--timeout-s", "0", "status"], ["decisions", "--limit", "0"],
+                  ["--etcd", ",", "status"], ["generate", "x", "--raw", "--system", "y"]]
+)  # fmt: skip
+def test_wrong_usage_exits_2(arguments: Sequence[str]) -> None:
+    assert evolvectl(*arguments).code == 2
+
+
+@pytest.mark.parametrize("command", [[], ["split"], ["split", "set"], ["branch"], ["block", "show"], ["generate"]])
+def test_every_command_has_help(command: Sequence[str]) -> None:
+    outcome = evolvectl(*command, "--help")
+    assert outcome.code == 0
+    assert "Usage:" in outcome.out
+
+
+def test_help_says_how_the_cluster_is_found() -> None:
+    text = " ".join(evolvectl("--help").out.split())
+    assert "{prefix}/{partition}/services/" in text
+    assert "Exit codes: 0" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("status --json", "--json status"),
+        ("split set 2P1D --etcd a:1 --reason x", "--etcd a:1 split set 2P1D --reason x"),
+        ("status --etcd=a:1", "--etcd=a:1 status"),
+        ("status --etcd", "--etcd status"),
+        ("generate -- --json", "generate -- --json"),
+    ],
+)
+def test_global_options_may_follow_the_command(arguments: str, expected: str) -> None:
+    assert global_first(arguments.split(), frozenset({"--etcd"}), frozenset({"--json"})) == expected.split()
+
+
+def test_plain_values_keep_every_field_and_type() -> None:
+    message = planner_pb2.GetSplitResponse(split=planner_pb2.Split(epoch=2**60, roles={"b": DECODE, "a": PREFILL}))
+    message.nodes.add(role=99)
+    value = plain(message)
+    assert list(value) == [each.name for each in planner_pb2.GetSplitResponse.DESCRIPTOR.fields]
+    assert value["split"]["epoch"] == 2**60
+    assert list(value["split"]["roles"].items()) == [("a", "prefill"), ("b", "decode")]
+    assert value["nodes"][0]["role"] == "99", "a role newer than this tool"
+    assert plain(planner_pb2.ProposeSplitRequest())["shape"] is None
+    assert plain(directory_pb2.AuditMismatch(name=b"\x01\xff"))["name"] == "01ff"
+    assert plain(common_pb2.Branch(state=common_pb2.BRANCH_STATE_EXPIRED))["state"] == "expired"
+    assert json.loads(json.dumps(value)) == value
