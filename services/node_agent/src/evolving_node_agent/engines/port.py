@@ -150,6 +150,7 @@ class Started:
 
     transfer_s: float
     cached_tokens: int  # of the prompt, already here, so not transferred
+    first_token: int  # what the prefill leg sampled (index `generated`); names of output blocks need it here too
 
 
 @dataclass(frozen=True, slots=True)

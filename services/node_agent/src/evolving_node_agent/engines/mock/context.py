@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from evolving.core.blocks import DIGEST_BYTES, chain_digests
+from evolving.core.terms import NAME_BYTES
 from evolving_node_agent.engines.mock.cache import Block, BlockCache, User
-from evolving_node_agent.engines.mock.chain import NAME_BYTES, block_digests
 from evolving_node_agent.engines.mock.config import MockConfig
 from evolving_node_agent.engines.mock.model import ContextState, block_kv, partial_kv
 from evolving_node_agent.engines.port import Tier, TokenIds
@@ -23,7 +24,7 @@ class ContextKv:
         self._config = config
         self._root = root
         self._tokens = tokens
-        self._digests = block_digests(root, tokens, config.block_tokens)
+        self._digests = self._chained(root, tokens)
         self.names = [digest[:NAME_BYTES] for digest in self._digests]  # of the full blocks of `tokens`
         self._blocks: list[Block] = []
         self._own: deque[int] = deque()
@@ -88,7 +89,7 @@ class ContextKv:
         if len(tail) < self._config.block_tokens:
             self._set_tail(tail)
             return
-        digest = block_digests(self._before, np.array(tail, dtype=np.uint32), self._config.block_tokens)[0]
+        (digest,) = self._chained(self._before, np.array(tail, dtype=np.uint32))
         self._digests.append(digest)
         self.names.append(digest[:NAME_BYTES])
         self._tail = []
@@ -113,6 +114,10 @@ class ContextKv:
         self._cache.unlock(self._blocks, self._user)
         self._blocks = []
         self._tail = []
+
+    def _chained(self, before: bytes, tokens: TokenIds) -> list[bytes]:
+        digests = chain_digests(before, tokens.astype("<u4").tobytes(), self._config.block_tokens)
+        return [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
 
     @property
     def _before(self) -> bytes:

@@ -193,7 +193,7 @@ class Life:
         leg.kv.receive(pages)
         leg.output.append(first_token)
         leg.stage = DecodeStage.RUNNING
-        leg.events.put(Started(transfer_s, leg.cached_blocks * self.config.block_tokens))
+        leg.events.put(Started(transfer_s, leg.cached_blocks * self.config.block_tokens, first_token))
         self._batch.append(leg)
         self.publish()
         self._wake.set()
