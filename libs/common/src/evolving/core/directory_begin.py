@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from evolving.core.branches import Branch, BranchKey, Request
 from evolving.core.directory_state import DirectoryState
@@ -12,11 +12,11 @@ from evolving.core.prefix_index import check_names
 from evolving.core.runs import Run
 from evolving.core.terms import NAME_BYTES
 
+_REASONS = {kind: f"begin: {kind}" for kind in BeginKind}
 _PATH_RUNS_SLACK = 8  # runs a path may have beyond twice those it had when merged last, before it is merged again
 
 
-@dataclass(frozen=True, slots=True)
-class _Position:
+class _Position(NamedTuple):
     """Where a request's context leaves the tree: `depth` of its blocks are known, the last in or at the end of `run`;
     `rest` are the names of those that are not."""
 
@@ -133,7 +133,7 @@ def _first_time(
             state.counters["unannounced_rewrites"] += 1
             branch.unannounced_rewrites += 1
         branch.version = version
-        state.counts.set_context(branch, tip, position.blocks, common, f"begin: {kind}", effects)
+        state.counts.set_context(branch, tip, position.blocks, common, _REASONS[kind], effects)
         request.valid_blocks = branch.prompt_blocks = position.blocks
         branch.context_request_id = event.request_id
         match = _match_branch(state, branch)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from evolving.core.terms import Phase, Role, Tier
 
@@ -127,8 +128,7 @@ class BeginKind(enum.StrEnum):
     REPLAY = "replay"  # the request is known: nothing changed, the stored version, a fresh match
 
 
-@dataclass(frozen=True, slots=True)
-class NodeDepth:
+class NodeDepth(NamedTuple):
     """Leading blocks of a context that a node holds: in L1, in L2, and in either."""
 
     l1_blocks: int = 0
@@ -136,8 +136,7 @@ class NodeDepth:
     either_blocks: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class HolderRun:
+class HolderRun(NamedTuple):
     """Blocks [first_block, first_block + blocks) of a context are all held by each of these nodes."""
 
     first_block: int
@@ -146,18 +145,38 @@ class HolderRun:
     l2_nodes: tuple[str, ...]  # whom peers can read the run from
 
 
+Stretch = tuple[int, int, int]
+"""(first block, L1 mask, L2 mask): from this block on, these nodes hold a context. Bit i: slot i of the match."""
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Where the blocks of a context are, right now.
-
-    holders: gapless runs from block 0 to the last block any node holds; a run held by nobody has no nodes.
-    """
+    """Where the blocks of a context are, right now."""
 
     blocks: int = 0  # of the whole context asked for
     pool_blocks: int = 0  # longest prefix each block of which some node holds in L2: what a fetch can bring
     any_blocks: int = 0  # longest prefix each block of which some node holds in some tier
     nodes: Mapping[str, NodeDepth] = field(default_factory=dict)  # nodes that hold block 0, by node id
-    holders: tuple[HolderRun, ...] = ()
+    # Unpacked by `holders`, for few ask and a long context has many: stretches, where the last ends, their nodes.
+    stretches: tuple[Stretch, ...] = ()
+    known_blocks: int = 0
+    slots: tuple[str | None, ...] = ()
+
+    @property
+    def holders(self) -> tuple[HolderRun, ...]:
+        """Who holds which blocks: gapless runs from block 0 to the last block any node holds; one held by nobody has no
+        nodes."""
+        runs: list[HolderRun] = []
+        end = self.known_blocks
+        for first_block, l1, l2 in reversed(self.stretches):
+            l1_nodes, l2_nodes = self._nodes(l1), self._nodes(l2)
+            if runs or l1_nodes or l2_nodes:
+                runs.append(HolderRun(first_block, end - first_block, l1_nodes, l2_nodes))
+            end = first_block
+        return tuple(reversed(runs))
+
+    def _nodes(self, mask: int) -> tuple[str, ...]:
+        return tuple(node for slot, node in enumerate(self.slots) if node is not None and mask >> slot & 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,5 +404,6 @@ __all__ = [
     "RunRef",
     "Stats",
     "Stored",
+    "Stretch",
     "Tier",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from evolving.core.directory_types import HolderRun, Match, NodeDepth, RunRef
+from evolving.core.directory_types import Match, NodeDepth, RunRef, Stretch
 from evolving.core.errors import BrokenChain, InvalidArgument
 from evolving.core.runs import Run, RunTree, common_blocks
 from evolving.core.terms import ANCHOR_BLOCKS, NAME_BYTES, Tier
@@ -56,6 +56,7 @@ class PrefixIndex(RunTree):
     def __init__(self, run_blocks_max: int = 256) -> None:
         super().__init__(run_blocks_max)
         self._slots: list[str | None] = []  # slot -> node id; None: free, retired or being swept
+        self._slots_seen: tuple[str | None, ...] = ()  # a copy that matches can keep
         self._nodes_of: dict[int, tuple[str, ...]] = {}  # mask -> node ids, in slot order
         self.live = 0  # bits of all nodes
         self._sweeping = 0  # retired bits the sweep in progress clears
@@ -70,7 +71,7 @@ class PrefixIndex(RunTree):
             self._slots.append(None)
         self._slots[slot] = node_id
         self.live |= 1 << slot
-        self._nodes_of.clear()
+        self._slots_changed()
         return 1 << slot
 
     def retire(self, bit: int) -> None:
@@ -79,6 +80,10 @@ class PrefixIndex(RunTree):
         self._slots[bit.bit_length() - 1] = None
         self.live &= ~bit
         self.retired |= bit
+        self._slots_changed()
+
+    def _slots_changed(self) -> None:
+        self._slots_seen = tuple(self._slots)
         self._nodes_of.clear()
 
     def sweep(self, runs_max: int) -> None:
@@ -263,58 +268,44 @@ class PrefixIndex(RunTree):
 
     def score(self, path: list[Run], end: int, blocks: int) -> Match:
         """Match a context of `blocks` blocks of which the first `end` lie on `path` (the last run perhaps in part)."""
+        if not path:
+            return Match(blocks=blocks)
         live = self.live
-        l1 = l2 = either = live  # nodes that hold everything so far
+        l1, l2 = path[0].l1 & live, path[0].l2 & live  # nodes that hold everything so far
+        either = l1 | l2
         l1_ends: dict[str, int] = {}
         l2_ends: dict[str, int] = {}
         either_ends: dict[str, int] = {}
         pool_blocks = any_blocks = -1
-        stretches: list[tuple[int, int, int]] = []  # first block, L1 mask, L2 mask; each differs from the one before
-        last_l1 = last_l2 = -1
+        stretches: list[Stretch] = []
+        run_l1 = run_l2 = -1
         for run in path:
-            run_l1 = run.l1 & live
-            run_l2 = run.l2 & live
-            if run_l1 == last_l1 and run_l2 == last_l2:
+            if run.l1 == run_l1 and run.l2 == run_l2:
                 continue
-            start = run.start
+            run_l1, run_l2, start = run.l1, run.l2, run.start
             stretches.append((start, run_l1, run_l2))
-            last_l1, last_l2 = run_l1, run_l2
-            if not run_l2 and pool_blocks < 0:
+            if pool_blocks < 0 and not run_l2 & live:
                 pool_blocks = start
-            held = run_l1 | run_l2
-            if not held and any_blocks < 0:
+            if any_blocks < 0 and not (run_l1 | run_l2) & live:
                 any_blocks = start
-            if start == 0:
-                l1, l2, either = run_l1, run_l2, held
-                continue
-            for before, now, ends in ((l1, run_l1, l1_ends), (l2, run_l2, l2_ends), (either, held, either_ends)):
-                if before & ~now:
-                    ends.update(dict.fromkeys(self.nodes_of(before & ~now), start))
-            l1 &= run_l1
-            l2 &= run_l2
-            either &= held
-        if not path:
-            return Match(blocks=blocks)
+            if l1 & run_l1 != l1:
+                l1_ends.update(dict.fromkeys(self.nodes_of(l1 & ~run_l1), start))
+                l1 &= run_l1
+            if l2 & run_l2 != l2:
+                l2_ends.update(dict.fromkeys(self.nodes_of(l2 & ~run_l2), start))
+                l2 &= run_l2
+            if either & (run_l1 | run_l2) != either:
+                either_ends.update(dict.fromkeys(self.nodes_of(either & ~(run_l1 | run_l2)), start))
+                either &= run_l1 | run_l2
         for left, ends in ((l1, l1_ends), (l2, l2_ends), (either, either_ends)):
             if left:
                 ends.update(dict.fromkeys(self.nodes_of(left), end))
         return Match(
-            blocks=blocks,
-            pool_blocks=end if pool_blocks < 0 else pool_blocks,
-            any_blocks=end if any_blocks < 0 else any_blocks,
-            nodes={
-                node: NodeDepth(l1_ends.get(node, 0), l2_ends.get(node, 0), depth)
-                for node, depth in either_ends.items()
-            },
-            holders=self._holders(stretches, end),
+            blocks,
+            end if pool_blocks < 0 else pool_blocks,
+            end if any_blocks < 0 else any_blocks,
+            {node: NodeDepth(l1_ends.get(node, 0), l2_ends.get(node, 0), depth) for node, depth in either_ends.items()},
+            tuple(stretches),
+            end,
+            self._slots_seen,
         )
-
-    def _holders(self, stretches: list[tuple[int, int, int]], end: int) -> tuple[HolderRun, ...]:
-        """Stretches with their nodes; the ones at the end that nobody holds are left out."""
-        runs: list[HolderRun] = []
-        for start, l1, l2 in reversed(stretches):
-            if runs or l1 or l2:
-                runs.append(HolderRun(start, end - start, self.nodes_of(l1), self.nodes_of(l2)))
-            end = start
-        runs.reverse()
-        return tuple(runs)

@@ -209,11 +209,12 @@ class RefCounts:
         if tip is not None:
             tip.tips += 1  # first, so that nothing both contexts need is deleted
         self.forget(branch, keep, reason, effects)
-        old = branch.tip
+        old, old_blocks = branch.tip, branch.blocks
         branch.tip = tip
         branch.blocks = blocks
-        for request in branch.requests.values():
-            request.valid_blocks = min(request.valid_blocks, keep)
+        if keep < old_blocks:
+            for request in branch.requests.values():
+                request.valid_blocks = min(request.valid_blocks, keep)
         if old is not None:
             old.tips -= 1
             self._index.prune(old)

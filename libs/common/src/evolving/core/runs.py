@@ -70,16 +70,14 @@ class RunTree:
     # ------------------------------------------------------------------------------------------------------- the moves
 
     def check_new(self, start: int, names: bytes) -> None:
-        """Raise BrokenChain when names that are to be added below depth `start` can't be new chained digests."""
+        """Raise BrokenChain when names that are to be added at depth `start` are indexed already, so can't be new chained
+        digests. Others are taken on trust, until a split would index them."""
         by_name = self._by_name
         if names and names[:NAME_BYTES] in by_name:
             raise BrokenChain(f"block {start} is known under another parent")
         for at in range(-start % ANCHOR_BLOCKS * NAME_BYTES, len(names), ANCHOR_BYTES):
             if names[at : at + NAME_BYTES] in by_name:
                 raise BrokenChain(f"block {start + at // NAME_BYTES} is known under another parent")
-        distinct = {names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)}
-        if len(distinct) * NAME_BYTES != len(names):
-            raise BrokenChain("a name appears twice in one context")
 
     def grow(self, parent: Run | None, start: int, names: bytes, l1: int = 0, l2: int = 0) -> Run:
         """Add checked new blocks below the end of `parent` (None: at the root); returns the run that ends them.
