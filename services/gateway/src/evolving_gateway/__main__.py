@@ -7,11 +7,12 @@ import secrets
 import sys
 from importlib.metadata import version
 
-from evolving.runtime.errors import ServiceError
 from evolving.runtime.keys import Keys, ServiceRegistration, encode
+from evolving.runtime.log import get_logger
 from evolving.runtime.service import Service, run_service
 from evolving.runtime.settings import SettingsError
 from evolving.runtime.settings_loader import load
+from evolving.runtime.store import Store
 from evolving.v1 import gateway_pb2_grpc
 from evolving_gateway.beginning import Beginning
 from evolving_gateway.contexts import Contexts
@@ -25,6 +26,8 @@ from evolving_gateway.service import GatewayService
 from evolving_gateway.settings import GatewaySettings
 from evolving_gateway.tokens import BadModelDirectory, Tokenizer
 
+_log = get_logger(__name__)
+
 
 def main() -> None:
     """The `evolving-gateway` command."""
@@ -33,12 +36,20 @@ def main() -> None:
 
 async def serve(service: Service[GatewaySettings]) -> None:
     """Serve until told to stop. Ready while etcd answers and a node serves."""
+    store = service.open_store()
+    try:
+        await run_gateway(service, store)
+    finally:
+        await store.close()
+
+
+async def run_gateway(service: Service[GatewaySettings], store: Store) -> None:
+    """The same over a store that the caller closes."""
     settings, clock = service.settings, service.clock
     tokenizer = _tokenizer(settings)
     keys = Keys(settings.etcd_prefix, settings.partition_id)
     token = settings.bearer_token()
-    store = service.open_store()
-    cluster = Cluster(store, keys, clock, token, settings.max_message_bytes)
+    cluster = Cluster(store, keys, clock, token, settings.max_message_bytes, service.metrics)
     directory = DirectoryClient(
         keys, clock, token, settings.directory_timeout_s, settings.finish_retry_s, service.metrics
     )
@@ -79,7 +90,6 @@ async def serve(service: Service[GatewaySettings]) -> None:
     finally:
         await directory.close()
         await cluster.close()
-        await store.close()
         if tokenizer is not None:
             tokenizer.close()
 
@@ -104,7 +114,7 @@ async def _tell_ends(directory: DirectoryClient, service: Service[GatewaySetting
         async with asyncio.timeout(service.remaining_s() / 2):
             await directory.drain()
     except TimeoutError:
-        raise ServiceError("the directory was not told of every finished request") from None
+        _log.warning("ends_not_told", reason="the directory did not answer within the grace period")
 
 
 if __name__ == "__main__":

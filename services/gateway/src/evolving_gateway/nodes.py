@@ -17,6 +17,7 @@ from evolving.runtime.channel import open_channel
 from evolving.runtime.clock import Clock
 from evolving.runtime.keys import BadRecord, Keys, NodeRegistration, Split, decode
 from evolving.runtime.log import get_logger
+from evolving.runtime.metrics import Metrics
 from evolving.runtime.store import Store, StoreUnavailable
 
 _RECONNECT_FIRST_S, _RECONNECT_MAX_S = 0.1, 2.0
@@ -85,7 +86,9 @@ class Node:
 class Cluster:
     """All nodes by id, and the split. Runs its own watches; `changed` tells when roles or nodes change."""
 
-    def __init__(self, store: Store, keys: Keys, clock: Clock, token: str | None, max_message_bytes: int) -> None:
+    def __init__(
+        self, store: Store, keys: Keys, clock: Clock, token: str | None, max_message_bytes: int, metrics: Metrics
+    ) -> None:
         self._store = store
         self._keys = keys
         self._clock = clock
@@ -97,6 +100,8 @@ class Cluster:
         self._stale = asyncio.Event()
         self._retired: set[Node] = set()
         self.nodes: dict[str, Node] = {}
+        self._epoch_gauge = metrics.gauge("gateway_split_epoch", "Epoch of the split in force here.")
+        self._wait_gauge = metrics.gauge("gateway_node_wait_seconds", "W_n as the node last said.", ("node_id",))
 
     @property
     def epoch(self) -> int:
@@ -191,6 +196,7 @@ class Cluster:
             return
         if split.epoch >= self._split.epoch:
             self._split = split
+            self._epoch_gauge.set(split.epoch)
             _log.info("split", epoch=split.epoch, roles=split.roles, reason=split.reason)
             self._notify()
 
@@ -245,6 +251,7 @@ class Cluster:
         before = (node.ready, self.role(node))
         node.watching = True
         node.take_status(status)
+        self._wait_gauge.labels(node.node_id).set(node.wait_s)
         self.see_epoch(status.epoch)
         if (node.ready, self.role(node)) != before:
             self._notify()
