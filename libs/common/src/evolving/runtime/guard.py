@@ -106,7 +106,10 @@ class Guard(grpc.aio.ServerInterceptor):
         default_s = self._limits.default_deadline_s
 
         async def body(request: Any, context: Context) -> Any:
-            if context.time_remaining() is not None or method.startswith(_UNGUARDED):
+            left_s: float | None = context.time_remaining()
+            if left_s is not None and left_s <= 0:
+                raise DeadlineExceeded("the call's deadline had passed when it arrived")
+            if left_s is not None or method.startswith(_UNGUARDED):
                 return await behaviour(request, context)
             try:
                 async with asyncio.timeout(default_s) as limit:
