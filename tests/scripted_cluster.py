@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -45,6 +45,11 @@ class Scripted:
         self.authorizations.append(str(dict(context.invocation_metadata()).get("authorization", "")))
         if self.errors:
             context.abort_with_status(rpc_status.to_status(to_proto(self.errors.popleft())))
+
+    def refuse(self, context: Context) -> NoReturn:
+        """Of methods no test needs."""
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "not in the script")
+        raise AssertionError("abort raises")
 
 
 @dataclass
@@ -144,6 +149,24 @@ class ScriptedNode(Scripted, node_agent_pb2_grpc.NodeAgentServiceServicer):
         if context.add_callback(ended.set):
             ended.wait()
 
+    def Prefill(
+        self, request: node_agent_pb2.PrefillRequest, context: Context
+    ) -> Iterator[node_agent_pb2.PrefillResponse]:
+        self.refuse(context)
+
+    def Decode(
+        self, request: node_agent_pb2.DecodeRequest, context: Context
+    ) -> Iterator[node_agent_pb2.DecodeResponse]:
+        self.refuse(context)
+
+    def Abort(self, request: node_agent_pb2.AbortRequest, context: Context) -> node_agent_pb2.AbortResponse:
+        self.refuse(context)
+
+    def ReadDigests(
+        self, request: node_agent_pb2.ReadDigestsRequest, context: Context
+    ) -> node_agent_pb2.ReadDigestsResponse:
+        self.refuse(context)
+
 
 @dataclass
 class ScriptedModels(Scripted, gateway_pb2_grpc.GatewayServiceServicer):
@@ -154,16 +177,13 @@ class ScriptedModels(Scripted, gateway_pb2_grpc.GatewayServiceServicer):
     def Generate(
         self, request: gateway_pb2.GenerateRequest, context: Context
     ) -> Iterator[gateway_pb2.GenerateResponse]:
-        context.abort(grpc.StatusCode.UNIMPLEMENTED, "this gateway only lists models")
-        yield from ()
+        self.refuse(context)
 
     def EndBranches(self, request: gateway_pb2.EndBranchesRequest, context: Context) -> gateway_pb2.EndBranchesResponse:
-        context.abort(grpc.StatusCode.UNIMPLEMENTED, "this gateway only lists models")
-        raise AssertionError("abort raises")
+        self.refuse(context)
 
     def GetBranch(self, request: gateway_pb2.GetBranchRequest, context: Context) -> gateway_pb2.GetBranchResponse:
-        context.abort(grpc.StatusCode.UNIMPLEMENTED, "this gateway only lists models")
-        raise AssertionError("abort raises")
+        self.refuse(context)
 
     def ListModels(self, request: gateway_pb2.ListModelsRequest, context: Context) -> gateway_pb2.ListModelsResponse:
         self.note(request, context)
