@@ -132,7 +132,8 @@ def fill_sampling(
     filled.repetition_penalty = sampling.repetition_penalty or 1.0
     del filled.stop[:]
     if not sampling.ignore_eos:
-        filled.stop_token_ids.extend(sorted(eos_ids - set(sampling.stop_token_ids)))
+        room = _MOST_STOP_IDS - len(sampling.stop_token_ids)  # nodes take no more; engines know their own end tokens
+        filled.stop_token_ids.extend(sorted(eos_ids - set(sampling.stop_token_ids))[:room])
     return filled
 
 
