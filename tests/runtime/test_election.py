@@ -43,9 +43,7 @@ async def test_a_sole_candidate_leads_and_resigns_on_close(store: MemoryStore, c
 
 async def test_one_of_several_leads_and_the_next_follows_a_resignation(store: MemoryStore, clock: ManualClock) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        elections = [
-            await stack.enter_async_context(Election(store, KEY, b"%d" % n, TTL_S, clock)) for n in range(5)
-        ]
+        elections = [await stack.enter_async_context(Election(store, KEY, b"%d" % n, TTL_S, clock)) for n in range(5)]
         await clock.settle()
         while len(elections) > 1:
             (leader,) = [one for one in elections if one.is_leader()]

@@ -363,9 +363,7 @@ async def test_retries_stop_at_failures_a_retry_cannot_help() -> None:
     async with Running() as running, open_channel(running.address) as channel:
         with pytest.raises(grpc.aio.AioRpcError):
             await retry_unary(lambda: method(channel, "Say")(text("ended")))
-        assert (
-            running.sample("grpc_server_calls_total", method="/test.Internal/Say", code="FAILED_PRECONDITION") == 1
-        )
+        assert running.sample("grpc_server_calls_total", method="/test.Internal/Say", code="FAILED_PRECONDITION") == 1
         with pytest.raises(grpc.aio.AioRpcError):
             await retry_unary(lambda: method(channel, "Say")(text("later")), attempts=3)
         assert running.sample("grpc_server_calls_total", method="/test.Internal/Say", code="UNAVAILABLE") == 3

@@ -2,5 +2,5 @@
 
 import os
 
-# grpc's C core writes to stderr by itself, for example at every connection a peer closes; errors are enough.
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+# grpc's C core writes plain text to stderr by itself, which would break the JSON lines; what matters is raised anyway.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
