@@ -78,6 +78,11 @@ class Script:
     repeat_ids: bool = False  # say each id twice, as a node that was told to resume too early
     skip_at: int | None = None  # leave this output index out, once
     tokens_a_message: int = 1
+    output: list[int] | None = None  # what it generates, whatever the prompt; None: next_id of the context
+
+    def next_id(self, ids: Sequence[int], prompt_tokens: int) -> int:
+        """The id that follows."""
+        return next_id(ids) if self.output is None else self.output[len(ids) - prompt_tokens]
 
 
 class ScriptedNode(node_agent_pb2_grpc.NodeAgentServiceServicer):
@@ -167,7 +172,7 @@ class ScriptedNode(node_agent_pb2_grpc.NodeAgentServiceServicer):
             prefilled = self.first_ids.setdefault(request.transfer_id, asyncio.get_running_loop().create_future())
             yield self._said(taken=node_agent_pb2.PrefillTaken(queue_s=0.25, fetch_s=0.125))
             context_ids = bytes_ids(request.token_ids)
-            first = next_id(context_ids)
+            first = script.next_id(context_ids, len(context_ids) - request.generated_tokens)
             last = (
                 request.generated_tokens + 1 == request.sampling.max_tokens or first in request.sampling.stop_token_ids
             )
@@ -199,7 +204,7 @@ class ScriptedNode(node_agent_pb2_grpc.NodeAgentServiceServicer):
             yield node_agent_pb2.DecodeResponse(started=node_agent_pb2.DecodeStarted(transfer_s=0.0625))
             ids = bytes_ids(request.token_ids)
             prompt = len(ids) - request.generated_tokens
-            ids.append(next_id(ids))
+            ids.append(script.next_id(ids, prompt))
             reason = gateway_pb2.FINISH_REASON_LENGTH
             while len(ids) - prompt < request.sampling.max_tokens:
                 index = len(ids) - prompt
@@ -207,7 +212,7 @@ class ScriptedNode(node_agent_pb2_grpc.NodeAgentServiceServicer):
                     await script.resume.wait()
                 new = []
                 while len(new) < script.tokens_a_message and len(ids) - prompt < request.sampling.max_tokens:
-                    ids.append(next_id(ids))
+                    ids.append(script.next_id(ids, prompt))
                     new.append(ids[-1])
                 if script.skip_at == index:
                     script.skip_at = None
