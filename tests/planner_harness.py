@@ -22,7 +22,7 @@ from evolving.v1 import planner_pb2, planner_pb2_grpc
 from evolving_planner.__main__ import run_planner
 from evolving_planner.settings import PlannerSettings
 
-WAIT_S = 60.0
+WAIT_S = 20.0
 KEYS = Keys()
 
 

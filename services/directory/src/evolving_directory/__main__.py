@@ -41,13 +41,16 @@ async def run_directory(service: Service[DirectorySettings]) -> None:
         PublicDirectoryService(host, queries, settings.audit_timeout_s),
         "evolving.v1.DirectoryService",
     )
-    service.ready.require("term", "registered")
+    service.ready.require("term", "nodes", "registered")
     address = await service.start()
 
     async def take_office() -> None:
         host.term = await take_term(store, keys, clock)
         service.ready.set("term", True)
-        service.spawn(ClusterWatch(store, keys, host).run(), "cluster_watch")
+        watch = ClusterWatch(store, keys, host)
+        service.spawn(watch.run(), "cluster_watch")
+        await watch.loaded.wait()
+        service.ready.set("nodes", True)
         record = ServiceRegistration("directory", INSTANCE, address, version("evolving-directory"), clock.wall_s())
         registration = service.register(
             store, keys.service("directory", INSTANCE), encode(record), settings.registration_ttl_s

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from evolving.core.planner import Split, effective_roles, parse_role
 from evolving.runtime import keys as records
 from evolving.runtime.keys import BadRecord, Keys
@@ -22,12 +24,14 @@ class ClusterWatch:
         self._host = host
         self._nodes: set[str] = set()
         self._split = Split()
+        self.loaded = asyncio.Event()  # everything there was at the start is known
 
     async def run(self) -> None:
         """For ever. While etcd is away the last knowledge holds."""
         async for batch in self._store.watch(self._keys.root + "/"):
             self._apply(batch)
             self._host.set_nodes(self._nodes, effective_roles(self._split, self._nodes))
+            self.loaded.set()
 
     def _apply(self, batch: WatchBatch) -> None:
         if batch.snapshot:
