@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from google.rpc import status_pb2
+from google.rpc import error_details_pb2, status_pb2
 from grpc import aio
 from scripted_gateway import Play, ScriptedGateway, refusal, serve
 
 import evolving_client
 from evolving_client import Client, EvolvingError, RetryPolicy, StaleVersion
+from evolving_client.errors import from_rpc
 
 Code = grpc.StatusCode
 ONCE = RetryPolicy(max_failures=1)
@@ -89,15 +90,23 @@ def error_with(trailing: bytes, message: str = "oh", code: Code = Code.NOT_FOUND
     ids=["empty", "garbage", "no details"],
 )
 def test_details_of_any_other_server_leave_code_and_message(trailing: bytes) -> None:
-    error = evolving_client.errors.from_rpc(error_with(trailing))
+    error = from_rpc(error_with(trailing))
     assert (error.code, error.reason, str(error)) == (Code.NOT_FOUND, "", "oh")
+
+
+def test_a_reason_of_another_domain_is_not_ours() -> None:
+    status = status_pb2.Status(code=5)
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason="BRANCH_ENDED", domain="example.com"))
+    error = from_rpc(error_with(status.SerializeToString()))
+    assert type(error) is evolving_client.Refused
+    assert error.reason == ""
 
 
 def test_a_message_over_the_limit_is_an_invalid_request() -> None:
     error = aio.AioRpcError(
         Code.RESOURCE_EXHAUSTED, aio.Metadata(), aio.Metadata(), "SERVER: Received message larger than max (9 vs. 4)"
     )
-    assert isinstance(evolving_client.errors.from_rpc(error), evolving_client.InvalidRequest)
+    assert isinstance(from_rpc(error), evolving_client.InvalidRequest)
 
 
 async def test_a_prompt_over_the_servers_message_limit_is_an_invalid_request(client: Client) -> None:

@@ -26,6 +26,7 @@ from evolving_client import (
     Tokens,
     Unavailable,
 )
+from evolving_client.gateways import Gateways
 from evolving_client.retry import Retries
 
 QUICK = RetryPolicy(max_failures=4, initial_backoff_s=0.001, max_backoff_s=0.002, max_overload_wait_s=1.0)
@@ -184,6 +185,16 @@ async def test_an_address_where_nobody_listens_is_passed_over(address: str) -> N
         assert await client.end(["b"]) == ("b",)
 
 
+async def test_calls_that_fail_together_leave_an_address_once() -> None:
+    gateways = Gateways(["a:1", "b:1", "c:1"], None, None)
+    gateways.leave("a:1")
+    gateways.leave("a:1")
+    assert gateways.address == "b:1"
+    gateways.leave("b:1")
+    gateways.leave("c:1")
+    assert gateways.address == "a:1"
+
+
 async def test_failures_without_progress_are_bounded(client: Client, gateway: ScriptedGateway) -> None:
     gateway.plays.extend([Play(fail_at=0)] * 20)
     with pytest.raises(Unavailable):
@@ -208,7 +219,13 @@ async def test_each_new_token_gives_all_retries_back(client: Client, gateway: Sc
 
 
 @pytest.mark.parametrize(
-    "play", [Play(shift=1), Play(tail=(7,)), Play(silent_end=True), Play(finish_reason=0)], ids=str
+    "play",
+    [
+        pytest.param(Play(shift=1), id="an index left out"),
+        pytest.param(Play(tail=(7,)), id="a result of other tokens"),
+        pytest.param(Play(silent_end=True), id="no result"),
+        pytest.param(Play(finish_reason=0), id="no reason"),
+    ],
 )
 async def test_a_broken_contract_is_an_error_not_a_retry(client: Client, gateway: ScriptedGateway, play: Play) -> None:
     gateway.plays.append(play)

@@ -272,3 +272,14 @@ def test_keys_of_others_are_left_alone() -> None:
     assert registry.leaders == {"planner": "a:1"}
     assert not registry.nodes
     assert not registry.services
+
+
+@pytest.mark.parametrize("leader", ["a:1", "b:1", "c:1"])
+def test_a_leader_is_the_first_of_its_kind(leader: str) -> None:
+    services = {
+        f"services/directory/{name}": encode(ServiceRegistration("directory", name, f"{name}:1", "1", 0.0))
+        for name in "abc"
+    }
+    addresses = parse_registry({**services, "leaders/directory": leader.encode()}).addresses("directory")
+    assert addresses[0] == leader
+    assert set(addresses) == {"a:1", "b:1", "c:1"}
