@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from evolving.core.blocks import DIGEST_BYTES, chain_digests
+from evolving.core.blocks import chain
 from evolving.core.terms import NAME_BYTES
 from evolving_node_agent.engines.mock.cache import Block, BlockCache, User
 from evolving_node_agent.engines.mock.config import MockConfig
@@ -116,8 +116,7 @@ class ContextKv:
         self._tail = []
 
     def _chained(self, before: bytes, tokens: TokenIds) -> list[bytes]:
-        digests = chain_digests(before, tokens.astype("<u4").tobytes(), self._config.block_tokens)
-        return [digests[start : start + DIGEST_BYTES] for start in range(0, len(digests), DIGEST_BYTES)]
+        return chain(before, tokens.astype("<u4").tobytes(), self._config.block_tokens)
 
     @property
     def _before(self) -> bytes:

@@ -1,0 +1,77 @@
+"""Wiring of the node agent: `evolving-node-agent`, or `python -m evolving_node_agent`."""
+
+from __future__ import annotations
+
+import asyncio
+
+from evolving.internal.v1 import node_agent_pb2_grpc
+from evolving.runtime.keys import Keys
+from evolving.runtime.service import Service, run_service
+from evolving.runtime.settings_loader import load
+from evolving_node_agent.discovery import Address, follow_directory, follow_planner
+from evolving_node_agent.engine_factory import coefficients, make_engine
+from evolving_node_agent.lives import EngineLives
+from evolving_node_agent.node import Node
+from evolving_node_agent.reporter import DirectoryReporter
+from evolving_node_agent.restart import RestartConfig, RestartPolicy
+from evolving_node_agent.service import NodeAgentService
+from evolving_node_agent.settings import NodeAgentSettings
+from evolving_node_agent.supervisor import Supervisor
+from evolving_node_agent.work import WorkReporter
+
+
+async def run_node_agent(service: Service[NodeAgentSettings]) -> None:
+    """Keep one engine alive and in the cluster, until told to stop."""
+    settings, clock = service.settings, service.clock
+    store = service.open_store()
+    keys = Keys(settings.etcd_prefix, settings.partition_id)
+    engine = make_engine(settings, clock)
+    node = Node(settings.node_id, engine, *coefficients(settings), clock)
+    token = service.settings.bearer_token()
+    directory = DirectoryReporter(
+        settings.partition_id, settings.node_id, engine, clock, token, settings.unsent_reports, service.metrics
+    )
+    work = WorkReporter(
+        settings.partition_id, settings.node_id, settings.unsent_reports, settings.work_period_s, clock, token
+    )
+    service.ready.require("engine", "registered")
+    service.server.add(
+        node_agent_pb2_grpc.add_NodeAgentServiceServicer_to_server,
+        NodeAgentService(settings, node, directory, work),
+        "evolving.internal.v1.NodeAgentService",
+    )
+    address = await service.start()
+    lives = EngineLives(service, store, keys, address, node, directory, work)
+    policy = RestartPolicy(
+        RestartConfig(
+            settings.restart_first_s, settings.restart_max_s, settings.restart_attempts, settings.restart_window_s
+        )
+    )
+    supervisor = Supervisor(engine, policy, clock, lives.up, lives.down)
+    service.on_kill(supervisor.kill)
+    directory_address, planner_address = Address(), Address()
+    service.spawn(node.roles.watch(store, keys), "roles")
+    service.spawn(follow_directory(store, keys, directory_address), "directory_address")
+    service.spawn(follow_planner(store, keys, planner_address), "planner_address")
+    reporting = service.spawn(directory.run(directory_address), "directory_stream")
+    service.spawn(directory.flush_late(), "late_reports")
+    service.spawn(work.run(planner_address), "work")
+    supervising = service.spawn(supervisor.run(), "engine")
+    service.on_drain(lives.drain)
+    await service.serve()
+    # Calls have ended. What they reported goes out, then the engine stops, then everything else.
+    supervising.cancel()
+    await asyncio.wait({supervising})
+    await supervisor.stop(min(1.0, service.remaining_s()))
+    await asyncio.wait({reporting}, timeout=min(1.0, service.remaining_s()))
+    await service.close()
+    await store.close()
+
+
+def main() -> None:
+    """The command."""
+    raise SystemExit(run_service(load(NodeAgentSettings), run_node_agent))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""What this node is right now: its engine's life, its legs, its role; and who wants to know when that changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+
+from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
+from evolving.internal.v1 import node_agent_pb2
+from evolving.runtime.clock import Clock
+from evolving.v1 import common_pb2
+from evolving_node_agent.engines.port import Engine, EngineInfo, EngineStatus
+from evolving_node_agent.errors import EngineIsDown
+from evolving_node_agent.roles import RoleWatch
+from evolving_node_agent.waits import LegSize, new_tokens_per_iteration, wait_s
+
+PUSH_MIN_S = 0.05  # between two pushes to one watcher
+PUSH_MAX_S = 1.0  # without a change
+
+
+class Node:
+    """One node. Everything here changes between awaits."""
+
+    def __init__(
+        self, node_id: str, engine: Engine, prefill: PrefillCoefficients, decode: DecodeCoefficients, clock: Clock
+    ) -> None:
+        self.node_id = node_id
+        self.engine = engine
+        self.roles = RoleWatch(node_id, self.notify)
+        self.prefill_coefficients = prefill
+        self.decode_coefficients = decode
+        self.engine_starts = 0
+        self.registered = False
+        self.waiting: dict[str, LegSize] = {}  # prefill legs not taken yet
+        self.running: dict[str, LegSize] = {}  # prefill legs taken and not prefilled
+        self._info: EngineInfo | None = None
+        self._clock = clock
+        self._watchers: set[asyncio.Event] = set()
+        self._closed = False
+
+    # -- the engine's life
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts of the running engine. Raises EngineIsDown."""
+        if self._info is None:
+            raise EngineIsDown("the engine is not running", retry_after_s=1.0)
+        return self._info
+
+    def engine_up(self, info: EngineInfo, starts: int) -> None:
+        """A life began."""
+        self._info = info
+        self.engine_starts = starts
+        self.notify()
+
+    def engine_down(self) -> None:
+        """The life ended; its streams end by themselves."""
+        self._info = None
+        self.registered = False
+        self.notify()
+
+    def set_registered(self) -> None:
+        """Others can find this life in etcd."""
+        self.registered = True
+        self.notify()
+
+    async def follow_engine(self) -> None:
+        """Pass on the engine's status changes until its life ends."""
+        async for _ in self.engine.status_changes():
+            self.notify()
+
+    # -- legs
+
+    @contextmanager
+    def prefill_leg(self, leg_id: str, size: LegSize) -> Iterator[None]:
+        """Count a prefill leg in W_n while the block runs, until `leg_prefilled`."""
+        self.waiting[leg_id] = size
+        self.notify()
+        try:
+            yield
+        finally:
+            self.waiting.pop(leg_id, None)
+            self.running.pop(leg_id, None)
+            self.notify()
+
+    def leg_taken(self, leg_id: str) -> None:
+        """The engine took it from the queue."""
+        self.running[leg_id] = self.waiting.pop(leg_id)
+        self.notify()
+
+    def leg_prefilled(self, leg_id: str) -> None:
+        """Its prompt is computed."""
+        self.running.pop(leg_id, None)
+        self.notify()
+
+    def wait_s(self) -> float:
+        """W_n now."""
+        chunk_tokens = self._info.chunk_tokens if self._info is not None else 1
+        return wait_s(
+            self.engine.status(),
+            self.waiting,
+            self.running,
+            self.prefill_coefficients,
+            self.decode_coefficients,
+            chunk_tokens,
+        )
+
+    # -- being watched
+
+    def notify(self) -> None:
+        """Something a watcher may want to know changed."""
+        for event in self._watchers:
+            event.set()
+
+    def close(self) -> None:
+        """Watchers get the last status and end."""
+        self._closed = True
+        self.notify()
+
+    async def watch(self) -> AsyncGenerator[node_agent_pb2.WatchStatusResponse, None]:
+        """The status now, on change at most every PUSH_MIN_S, at least every PUSH_MAX_S; ends after `close`."""
+        changed = asyncio.Event()
+        self._watchers.add(changed)
+        try:
+            while True:
+                changed.clear()
+                last = self._closed
+                yield self.status()
+                if last:
+                    return
+                await self._clock.sleep(PUSH_MIN_S)
+                await self._wait(changed, PUSH_MAX_S - PUSH_MIN_S)
+        finally:
+            self._watchers.discard(changed)
+
+    async def _wait(self, changed: asyncio.Event, at_most_s: float) -> None:
+        timer = asyncio.ensure_future(self._clock.sleep(at_most_s))
+        waiting = asyncio.ensure_future(changed.wait())
+        try:
+            await asyncio.wait((timer, waiting), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            timer.cancel()
+            waiting.cancel()
+
+    def status(self) -> node_agent_pb2.WatchStatusResponse:
+        """The message watchers get."""
+        info = self._info
+        status = self.engine.status() if info is not None else EngineStatus()
+        response = node_agent_pb2.WatchStatusResponse(
+            node_id=self.node_id,
+            role=common_pb2.Role.ValueType(self.roles.role),
+            epoch=self.roles.epoch,
+            ready=info is not None and self.registered and not self._closed,
+            engine_starts=self.engine_starts,
+        )
+        if info is None:
+            return response
+        response.MergeFrom(
+            node_agent_pb2.WatchStatusResponse(
+                incarnation=info.incarnation,
+                wait_s=self.wait_s(),
+                queued_legs=len(self.waiting),
+                queued_tokens=sum(status.queued.values()),
+                prefilling_legs=len(status.prefilling),
+                holding_legs=status.holding,
+                decoding=status.decoding,
+                decode_context_tokens=status.decode_context_tokens,
+                reserved=status.reserved,
+                decode_slots_free=max(0, info.decode_slots - status.decoding - status.reserved),
+                l1_used_tokens=status.l1_used_tokens,
+                l1_total_tokens=info.l1_tokens,
+                l2_used_tokens=status.l2_used_tokens,
+                l2_total_tokens=info.l2_tokens,
+                engine_pid=info.pid,
+                iterations=status.iterations,
+                retractions=status.retractions,
+                new_tokens_per_iteration=new_tokens_per_iteration(status),
+            )
+        )
+        return response

@@ -1,0 +1,84 @@
+"""Settings of the node agent."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, model_validator
+
+from evolving.runtime.settings import ServiceSettings
+
+
+class NodeAgentSettings(ServiceSettings):
+    """What a node agent is started with. Sizes of 0 take the engine's own default."""
+
+    service: ClassVar[str] = "node_agent"
+
+    node_id: str = Field(..., pattern=r"^[A-Za-z0-9._-]+$", description="this node's name, unique in the partition")
+    registration_ttl_s: float = Field(10.0, ge=1, le=300, description="a node that died is gone after this, seconds")
+    max_queued_legs: int = Field(
+        256, ge=1, description="prefill legs that may wait; more are answered RESOURCE_EXHAUSTED with a retry hint"
+    )
+    fetch_deadline_s: float = Field(5.0, gt=0, description="longest wait for KV from peers before a prefill, seconds")
+    keep_s: float = Field(30.0, gt=0, description="how long computed KV waits for a decode leg, seconds")
+    reserve_deadline_s: float = Field(
+        30.0, gt=0, description="longest wait for decode room where the call names none, seconds"
+    )
+    prefill_coefficients: tuple[float, ...] = Field(
+        (),
+        description="c0,c1,c2,c3,c4 of equation 1: seconds per iteration, uncached token, query-key pair, restored "
+        "token, cached token; empty: the engine's own",
+    )
+    decode_coefficients: tuple[float, ...] = Field(
+        (),
+        description="d0,d1,d2,d3 of equation 2: seconds per iteration, all experts, request, context token; empty: "
+        "the engine's own",
+    )
+    restart_first_s: float = Field(0.5, gt=0, description="wait before the first restart of an engine, seconds")
+    restart_max_s: float = Field(30.0, gt=0, description="longest wait before a restart; each doubles, seconds")
+    restart_attempts: int = Field(
+        5, ge=1, description="starts that may fail within restart_window_s; then the agent gives up and exits"
+    )
+    restart_window_s: float = Field(300.0, gt=0, description="see restart_attempts, seconds")
+    unsent_reports: int = Field(
+        10_000, ge=1, description="reports kept while the directory, or the planner, is away; the oldest go first"
+    )
+    work_period_s: float = Field(1.0, gt=0, description="time between reports of finished work, seconds")
+
+    engine: Literal["mock", "sglang"] = Field("sglang", description="what computes")
+    model_path: str = Field("", description="sglang: directory with safetensors, config and tokenizer")
+    model_name: str = Field("", description="what nodes call the model; empty: the engine's own name")
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = Field(
+        "float32", description="sglang: type of weights and KV"
+    )
+    block_tokens: int = Field(64, ge=1, description="tokens of a block, the same on all nodes")
+    l1_tokens: int = Field(0, ge=0, description="KV capacity in device memory")
+    l2_tokens: int = Field(0, ge=0, description="KV capacity in host memory")
+    chunk_tokens: int = Field(0, ge=0, description="most prompt tokens computed per iteration")
+    max_prompt_tokens: int = Field(0, ge=0, description="longest prompt taken")
+    max_context_tokens: int = Field(0, ge=0, description="mock: longest prompt with its output")
+    decode_slots: int = Field(0, ge=0, description="most requests decoded at once")
+    prefill_slots: int = Field(0, ge=0, description="sglang: most prompts computed, or waiting for decode, at once")
+    engine_host: str = Field("", description="interface the engine listens on for peers; empty: that of listen")
+    engine_advertise_host: str = Field("", description="host peers reach the engine by; empty: that of advertise")
+    engine_port: int = Field(0, ge=0, le=65535, description="sglang: port for peers; 0 takes a free one")
+    engine_start_timeout_s: float = Field(300.0, gt=0, description="sglang: from spawn to serving, seconds")
+    engine_log_file: str = Field("", description="sglang: where the engine writes; empty: a temporary file")
+    transport: Literal["tcp", "rdma"] = Field("tcp", description="sglang: how KV travels between nodes")
+    rdma_device: str = Field("", description="sglang: device names for rdma, comma separated")
+    sglang_flags: tuple[str, ...] = Field((), description="sglang: more flags for its own command line")
+    mock_speed_up: float = Field(1.0, gt=0, description="mock: modelled durations are divided by this")
+    mock_vocabulary_tokens: int = Field(32_000, ge=2, description="mock: size of its vocabulary")
+    mock_crash_after_iterations: int = Field(0, ge=0, description="mock: die after so many iterations; 0: never")
+    mock_transfer_delay_s: float = Field(0.0, ge=0, description="mock: added to each page sent, seconds")
+    mock_corrupt_every_pages: int = Field(0, ge=0, description="mock: damage each so-manieth page sent; 0: none")
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.engine == "sglang" and not self.model_path:
+            raise ValueError("model_path: is required with --engine sglang")
+        for name, count in (("prefill_coefficients", 5), ("decode_coefficients", 4)):
+            values = getattr(self, name)
+            if values and (len(values) != count or min(values) < 0):
+                raise ValueError(f"{name}: needs {count} numbers that are not negative, got {values}")
+        return self

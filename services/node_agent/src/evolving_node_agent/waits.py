@@ -1,0 +1,58 @@
+"""W_n: how long a prefill leg queued now would wait (the first terms of the paper's equation 7). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
+from evolving.core.work import PrefillWork, node_wait_s
+from evolving_node_agent.engines.port import EngineStatus
+
+
+@dataclass(frozen=True, slots=True)
+class LegSize:
+    """A prefill leg by its prompt."""
+
+    prompt_tokens: int
+    expected_cached_tokens: int  # what the gateway reckoned with; the engine knows better once it looked
+
+
+def new_tokens_per_iteration(status: EngineStatus) -> float:
+    """ū: mean new tokens a prefill iteration computed; 0: not observed."""
+    return status.prefill_tokens / status.prefill_iterations if status.prefill_iterations else 0.0
+
+
+def wait_s(
+    status: EngineStatus,
+    waiting: Mapping[str, LegSize],
+    running: Mapping[str, LegSize],
+    prefill: PrefillCoefficients,
+    decode: DecodeCoefficients,
+    chunk_tokens: int,
+) -> float:
+    """Seconds until a leg queued now would be taken.
+
+    waiting: legs not taken yet; one the engine doesn't list is on its way to it and counts with what the gateway
+    expected. running: legs taken and not prefilled. While a batch decodes, each prefill iteration also carries one
+    decode iteration.
+    """
+    started = [_work(running[leg], left) for leg, left in status.prefilling.items() if leg in running]
+    queued = [
+        _work(size, status.queued.get(leg, size.prompt_tokens - size.expected_cached_tokens))
+        for leg, size in waiting.items()
+    ]
+    if not started and not queued:
+        return 0.0
+    tokens_per_iteration = new_tokens_per_iteration(status) or float(chunk_tokens)
+    total_s = node_wait_s(started, queued, prefill, tokens_per_iteration)
+    if status.decoding:
+        iterations = sum(work.uncached_tokens for work in (*started, *queued)) / tokens_per_iteration
+        beside_s = decode.decode_iteration_s(status.decoding, status.decode_context_tokens)
+        total_s += max(1.0, iterations) * beside_s
+    return total_s
+
+
+def _work(size: LegSize, uncached_tokens: int) -> PrefillWork:
+    uncached = min(max(uncached_tokens, 0), size.prompt_tokens)
+    return PrefillWork(uncached, size.prompt_tokens - uncached)
