@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -59,7 +58,7 @@ async def test_tokens_come_and_go_with_the_file(tmp_path: Path) -> None:
     credentials = Credentials(path, clock)
     replacement = tmp_path / "new"
     replacement.write_text(entry("a", "new"))
-    os.replace(replacement, path)
+    replacement.replace(path)
     await clock.advance(10)
     assert credentials.caller("Bearer new").tenant == "a"
     with pytest.raises(Unauthenticated):

@@ -7,7 +7,7 @@ import functools
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -327,7 +327,8 @@ async def test_tokens_decide_tenant_and_scope(tmp_path: Path) -> None:
         async def ask(token: str | None, service: str) -> str:
             async with open_channel(running.address, token=token) as channel:
                 try:
-                    return (await method(channel, "Say", service)(text("tenant"))).value
+                    answer: StringValue = await method(channel, "Say", service)(text("tenant"))
+                    return answer.value
                 except grpc.aio.AioRpcError as error:
                     return error.code().name
 
@@ -349,7 +350,7 @@ async def test_health_follows_readiness_for_the_server_and_each_service() -> Non
         await running.server.update_health()
         for name in ("", "test.Internal", "evolving.v1.Gateway"):
             assert await health(channel, name) == states.NOT_SERVING
-        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=""))
+        watch = health_stub(channel).Watch(health_pb2.HealthCheckRequest(service=""))
         assert (await watch.read()).status == states.NOT_SERVING
         running.ready.set("etcd", True)
         await running.server.update_health()
@@ -396,13 +397,18 @@ async def drain(call: Any) -> None:
 
 
 async def health(channel: grpc.aio.Channel, service: str) -> int:
-    answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service))
+    answer = await health_stub(channel).Check(health_pb2.HealthCheckRequest(service=service))
     return int(answer.status)
 
 
 async def reflected(channel: grpc.aio.Channel) -> set[str]:
-    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(cast("Any", channel))
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     async for answer in stub.ServerReflectionInfo(iter([request])):
         return {service.name for service in answer.list_services_response.service}
     raise AssertionError("no answer")
+
+
+def health_stub(channel: grpc.aio.Channel) -> Any:
+    """Untyped: the generated stub's methods are unknown to mypy."""
+    return health_pb2_grpc.HealthStub(channel)

@@ -81,7 +81,7 @@ async def test_sigterm_lets_running_calls_finish_and_exits_0(tmp_path: Path) -> 
         async with open_channel(address) as channel:
             call = wait_call(channel, tmp_path / "go")
             assert (await call.read()).value == "started"
-            health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            health = health_stub(channel).Watch(health_pb2.HealthCheckRequest())
             assert (await health.read()).status == STATES.SERVING
             running.process.send_signal(signal.SIGTERM)
             assert (await health.read()).status == STATES.NOT_SERVING
@@ -153,7 +153,7 @@ async def test_without_etcd_it_lives_and_is_not_ready_and_with_it_it_is(etcd: Et
     async with tiny("--needs-etcd", f"--etcd-endpoints={etcd.endpoints[0]}", "--etcd-timeout-s=0.5") as running:
         listening = await running.event("listening")
         async with open_channel(listening["grpc"]) as channel:
-            stub = health_pb2_grpc.HealthStub(channel)
+            stub = health_stub(channel)
             assert (await stub.Check(health_pb2.HealthCheckRequest())).status == STATES.NOT_SERVING
             assert (await http(listening["http"], "/healthz"))[0] == 200
             status, body = await http(listening["http"], "/readyz")
@@ -179,7 +179,7 @@ async def test_metrics_are_served_and_odd_requests_do_no_harm() -> None:
     async with tiny() as running:
         listening = await running.event("listening")
         async with open_channel(listening["grpc"]) as channel:
-            await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            await health_stub(channel).Check(health_pb2.HealthCheckRequest())
         status, body = await http(listening["http"], "/metrics")
         assert status == 200
         assert 'evolving_grpc_server_calls_total{code="OK",method="/grpc.health.v1.Health/Check"} 1.0' in body
@@ -212,3 +212,8 @@ async def http(address: str, path: str, method: str = "GET") -> tuple[int, str]:
         head, _, body = (await reader.read()).decode().partition("\r\n\r\n")
     writer.close()
     return int(head.split()[1]), body
+
+
+def health_stub(channel: grpc.aio.Channel) -> Any:
+    """Untyped: the generated stub's methods are unknown to mypy."""
+    return health_pb2_grpc.HealthStub(channel)

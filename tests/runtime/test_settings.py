@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -196,7 +197,7 @@ def test_print_config_is_a_file_that_reads_back(capsys: pytest.CaptureFixture[st
     ["", "host", ":80", "host:", "host:x", "host:70000", "a b:1", "::1:80", "[::1]", "[x]:1", "host:-1", "h:²"],
 )
 def test_what_is_not_host_and_port_is_refused(address: str) -> None:
-    with pytest.raises(ValueError, match="address|host:port|Expected|permitted|Octet|least"):
+    with pytest.raises(ValueError, match=re.compile("host:port|'.*'|octet", re.IGNORECASE)):
         split_address(address)
 
 

@@ -102,14 +102,25 @@ def _read_flags(cls: type[ServiceSettings], argv: Sequence[str], prog: str) -> d
         _add_flag(group, cls, name, field)
     known, unknown = parser.parse_known_args(list(argv))
     if unknown:
-        names = [_flag(name) for name in cls.model_fields]
-        raise SettingsError(*(f"{word.split('=')[0]}: no such option{_hint(word, names)}" for word in unknown))
+        raise SettingsError(*_unknown_words(unknown, [_flag(name) for name in cls.model_fields]))
     return vars(known)
+
+
+def _unknown_words(words: Sequence[str], names: Sequence[str]) -> list[str]:
+    """A line for each unknown option; the word after one is taken for its value."""
+    problems = []
+    for before, word in zip(("", *words), words, strict=False):
+        if word.startswith("-"):
+            problems.append(f"{word.partition('=')[0]}: no such option{_hint(word, names)}")
+        elif not before.startswith("-"):
+            problems.append(f"{word}: unexpected; every setting is given as --name VALUE")
+    return problems
 
 
 def _add_flag(group: argparse._ArgumentGroup, cls: type[ServiceSettings], name: str, field: FieldInfo) -> None:
     default = field.get_default(call_default_factory=True)
     shown = ",".join(map(str, default)) if isinstance(default, tuple | list) else default
+    shown = ("no", "yes")[shown] if isinstance(shown, bool) else shown
     suffix = "required" if field.is_required() else f"default: {'none' if shown in (None, '') else shown}"
     text = f"{field.description} [{suffix}; {_env_name(cls, name)}]".replace("%", "%%")
     choices = _choices(field.annotation)
