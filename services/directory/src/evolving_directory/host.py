@@ -40,7 +40,7 @@ class Host:
         self.term = 0  # 0: not taken yet
         self.newer_term = 0  # of the directory that superseded this one; 0: none
         self.superseded = asyncio.Event()
-        self.outboxes: dict[str, Outbox] = {}  # of nodes whose stream is open
+        self.outboxes: dict[str, Outbox] = {}  # of nodes whose stream has not ended
         self._known: set[str] = set()  # nodes the core has
         self._registered: set[str] | None = None  # nodes etcd has; None: not told yet
         self._roles: dict[str, Role] = {}
@@ -71,9 +71,9 @@ class Host:
             outbox.close(NotReady("the directory is stopping", retry_after_s=1.0))
 
     @property
-    def connected(self) -> Collection[str]:
-        """Nodes whose stream is open."""
-        return self.outboxes.keys()
+    def connected(self) -> set[str]:
+        """Nodes whose stream works. One that was cut may still hang in the transport of a node that doesn't read."""
+        return {node_id for node_id, outbox in self.outboxes.items() if not outbox.closed}
 
     @property
     def known_nodes(self) -> Collection[str]:
@@ -130,7 +130,7 @@ class Host:
         """A node is gone when etcd has it no more and its stream is broken. Either alone may be a moment's trouble."""
         if self._registered is None:
             return
-        for node_id in self._known - self._registered - self.outboxes.keys():
+        for node_id in self._known - self._registered - self.connected:
             _log.warning("node_gone", node=node_id)
             self._known.discard(node_id)
             self.carry_out(self.directory.node_gone(self.clock.now_s(), node_id))
@@ -189,7 +189,7 @@ class Host:
     async def show_sizes(self) -> None:
         """Keep the gauges fresh, for ever."""
         while True:
-            self.metrics.saw(self.directory.stats(), self.term, len(self.outboxes))
+            self.metrics.saw(self.directory.stats(), self.term, len(self.connected))
             await self.clock.sleep(_SHOW_EVERY_S)
 
     async def _sleep_until(self, due_s: float | None, now_s: float) -> None:
