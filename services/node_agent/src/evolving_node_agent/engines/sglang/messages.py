@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from ..port import CachedTokens, EngineInfo, EngineStatus, FinishReason, Holder, Sampling
+from evolving_node_agent.engines.port import CachedTokens, EngineInfo, EngineStatus, FinishReason, Holder, Sampling
 
 
 class Prefill(msgspec.Struct, tag=True, frozen=True):
@@ -59,6 +59,12 @@ class AskCounts(msgspec.Struct, tag=True, frozen=True):
     request: int
 
 
+class FreeL1(msgspec.Struct, tag=True, frozen=True):
+    """Drop from L1 what L2 has too; answered with `Answer.blocks`."""
+
+    request: int
+
+
 class AskDigests(msgspec.Struct, tag=True, frozen=True):
     """Ask for KV digests of blocks in a tier."""
 
@@ -71,7 +77,7 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
     """Take no more legs; exit when the last one has ended."""
 
 
-Command = Prefill | Decode | Abort | SetCounts | AskCounts | AskDigests | Drain
+Command = Prefill | Decode | Abort | SetCounts | AskCounts | AskDigests | FreeL1 | Drain
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -118,6 +124,7 @@ class LegStarted(msgspec.Struct, tag=True, frozen=True):
     leg_id: str
     transfer_s: float
     cached_tokens: int
+    first_token: int
 
 
 class LegTokens(msgspec.Struct, tag=True, frozen=True):
@@ -182,6 +189,7 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
 
     request: int
     found: bool = True
+    blocks: int = 0
     counts: dict[bytes, int] = {}
     digests: dict[bytes, bytes] = {}
 

@@ -34,8 +34,8 @@ class EngineProcess:
 
     def log_tail(self) -> str:
         """The end of what the process wrote."""
-        with open(self.log_path, "rb") as log:
-            log.seek(max(0, os.path.getsize(self.log_path) - _LOG_TAIL_BYTES))
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - _LOG_TAIL_BYTES))
             return log.read().decode(errors="replace")
 
     def signal_group(self, number: signal.Signals) -> None:
@@ -69,7 +69,7 @@ async def spawn(module: str, arguments: list[str], environment: Mapping[str, str
     ours, theirs = socket.socketpair()
     path = Path(log_path) if log_path else Path(tempfile.mkstemp(prefix="sglang-", suffix=".log")[1])
     path.parent.mkdir(parents=True, exist_ok=True)
-    with theirs, open(path, "ab") as log:
+    with theirs, path.open("ab") as log:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from .. import port
-from ..port import EngineError, EngineInfo, Rejected, Tier
+from evolving_node_agent.engines import port
+from evolving_node_agent.engines.port import EngineError, EngineInfo, Rejected, Tier
+
 from . import messages as m
 
 NAME_BYTES = 16
@@ -112,8 +113,8 @@ def event_of(report: m.LegMessage) -> port.PrefillEvent | port.DecodeEvent:
             return port.Sent(transfer_s=transfer_s, bytes=size)
         case m.LegReserved():
             return port.Reserved()
-        case m.LegStarted(_, transfer_s, cached_tokens):
-            return port.Started(transfer_s=transfer_s, cached_tokens=cached_tokens)
+        case m.LegStarted(_, transfer_s, cached_tokens, first_token):
+            return port.Started(transfer_s=transfer_s, cached_tokens=cached_tokens, first_token=first_token)
         case m.LegTokens(_, index, ids):
             return port.Tokens(index=index, ids=tokens_of(ids))
         case m.LegFinished(_, reason, iterations):

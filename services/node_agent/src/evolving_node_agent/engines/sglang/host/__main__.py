@@ -16,7 +16,8 @@ import threading
 import uuid
 from typing import Any
 
-from ..config import SglangConfig
+from evolving_node_agent.engines.sglang.config import SglangConfig
+
 from .inbox import Inbox
 
 logger = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,7 +12,8 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 
-from ...port import Tier, TokenIds
+from evolving_node_agent.engines.port import Tier, TokenIds
+
 from .legs import DecodeLeg
 from .names import name_of_hash, namespace
 from .pages import KvPages
@@ -27,6 +29,7 @@ class BlockStore:
         self._block_tokens = int(tree_cache.page_size)
         self.residency = Residency(self._block_tokens, pages.generation)
         tree_cache.tree_core.kv_events = self.residency
+        self._leaving_l1: set[bytes] = set()
 
     def cached_tokens(self, tokens: TokenIds, root: bytes) -> int:
         """Leading tokens of a prompt that either tier holds. The last token is always computed."""
@@ -76,6 +79,34 @@ class BlockStore:
         elif result.prefix_len:
             self.pages.free_host(fresh[: result.prefix_len])
         return self.cached_tokens(tokens, root)
+
+    def free_l1(self) -> int:
+        """Drop from L1 the blocks that L2 has too, those in use when they are no longer; the blocks dropped now."""
+        stack = list(self._tree.tree_core.root_node.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            data = node.component_data[BASE_COMPONENT_TYPE]
+            if data.value is not None and data.host_value is not None:
+                self._leaving_l1.update(self.residency.names(node))
+        return self.drop_leaving()
+
+    def drop_leaving(self) -> int:
+        """Drop what `free_l1` marked and nobody uses any more; the blocks dropped."""
+        dropped = 0
+        while self._leaving_l1:
+            leaves = [node for node in self._tree.tree_core.evictable_device_leaves if self._leaves_l1(node)]
+            if not leaves:
+                break
+            for node in leaves:
+                names = self.residency.names(node)
+                self._tree._demote(node.id, defaultdict(int))
+                self._leaving_l1.difference_update(names)
+                dropped += len(names)
+        return dropped
+
+    def _leaves_l1(self, node: Any) -> bool:
+        return bool(node.backuped) and self._leaving_l1.issuperset(self.residency.names(node))
 
     def digests(self, names: Iterable[bytes], tier: Tier) -> dict[bytes, bytes]:
         """SHA-256 of the KV bytes of those named blocks that the tier holds. Walks the whole tree: for checks."""

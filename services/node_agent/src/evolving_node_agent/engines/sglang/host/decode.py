@@ -6,8 +6,9 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from ...port import Aborted, EngineError, FinishReason, NoRoom, SourceLost
-from .. import messages as m
+from evolving_node_agent.engines.port import Aborted, EngineError, NoRoom, SourceLost
+from evolving_node_agent.engines.sglang import messages as m
+
 from .legs import DecodeLeg, PrefillLeg, failure
 from .pages import l1_ranges
 from .peers import Claim, Done, Landed, Pages, Peer, PeerLost, Pull, Release
@@ -62,7 +63,7 @@ async def _claim(service: Service, leg: DecodeLeg) -> _Source:
             raise SourceLost("the prefill leg is not here")
         source.claimed.set()
         leg.local = source
-        return _Local(service, leg, source)
+        return _Local(service, source)
     peer = await service.peers.at(command.source_address)
     await peer.ask(Claim(leg.transfer_id), Done)
     return _Remote(service, leg, peer)
@@ -77,23 +78,19 @@ async def _run(service: Service, leg: DecodeLeg, source: _Source) -> None:
     service.report(m.LegReserved(leg.leg_id))
     pulled = await source.pull(cached_tokens // service.block_tokens)
     if pulled.finish is not None:
-        _finish_at_once(service, leg, pulled.finish)
+        # The first token was the last: there is nothing to decode and nothing to move.
+        service.report(m.LegStarted(leg.leg_id, 0.0, cached_tokens=cached_tokens, first_token=pulled.first_token))
+        service.report(m.LegFinished(leg.leg_id, pulled.finish, 0))
         return
     began_s = time.monotonic()
     await source.read(pulled.pages)
     transfer_s = time.monotonic() - began_s
     await source.confirm(transfer_s)
-    service.report(m.LegStarted(leg.leg_id, transfer_s=transfer_s, cached_tokens=cached_tokens))
+    service.report(m.LegStarted(leg.leg_id, transfer_s, cached_tokens=cached_tokens, first_token=pulled.first_token))
     if not await service.inbox.call(lambda: service.desk.start_decode(leg, pulled.first_token)):
         raise SourceLost("the prefill leg ended")
     source.started()
     await leg.ended
-
-
-def _finish_at_once(service: Service, leg: DecodeLeg, reason: FinishReason) -> None:
-    """The first token was the last: there is nothing to decode and nothing to move."""
-    service.report(m.LegStarted(leg.leg_id, transfer_s=0.0, cached_tokens=0))
-    service.report(m.LegFinished(leg.leg_id, reason, 0))
 
 
 async def _end(service: Service, leg: DecodeLeg) -> None:
@@ -107,7 +104,7 @@ async def _end(service: Service, leg: DecodeLeg) -> None:
 class _Local:
     """The prefill leg is on this node: nothing moves."""
 
-    def __init__(self, service: Service, leg: DecodeLeg, source: PrefillLeg) -> None:
+    def __init__(self, service: Service, source: PrefillLeg) -> None:
         self._service = service
         self._source = source
 

@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 from sglang.srt.mem_cache.common import release_kv_cache
 
-from ...port import Aborted, EngineError, FinishReason, NoRoom
-from .. import messages as m
-from ..config import SglangConfig
-from ..translate import token_bytes
+from evolving_node_agent.engines.port import Aborted, EngineError, FinishReason, NoRoom
+from evolving_node_agent.engines.sglang import messages as m
+from evolving_node_agent.engines.sglang.config import SglangConfig
+from evolving_node_agent.engines.sglang.translate import token_bytes
+
 from .blocks import BlockStore
 from .legs import DecodeLeg, FirstToken, Leg, Phase, PrefillLeg
 from .memory import Ledger
@@ -42,7 +43,7 @@ class Desk:
         self.board = StatusBoard(scheduler, self)
         self._landed: list[Any] = []
         self._outbox: list[Outgoing] = []
-        self.deliver: Callable[[list[Outgoing]], None] = lambda outgoing: None  # set by the host; from this thread
+        self.deliver: Callable[[list[Outgoing]], None] = _nowhere  # set by the service; called from this thread
         ledger.prefills, ledger.decodes = self.prefills, self.decodes
 
     # -- prefill legs
@@ -224,6 +225,7 @@ class Desk:
         """Write completed output blocks through to L2, and say what changed."""
         for request in self._scheduler.running_batch.reqs:
             self.blocks.publish_output(request)
+        self.blocks.drop_leaving()
         changes = self.blocks.residency.take_changes()
         if changes:
             self.report(m.KvChanged(changes))
@@ -245,3 +247,7 @@ class Desk:
         if self._outbox:
             outgoing, self._outbox = self._outbox, []
             self.deliver(outgoing)
+
+
+def _nowhere(outgoing: list[Outgoing]) -> None:
+    """Until the service runs there is nobody to tell."""

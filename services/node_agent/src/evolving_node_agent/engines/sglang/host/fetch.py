@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ...port import Holder
-from ..translate import NAME_BYTES
+from evolving_node_agent.engines.port import Holder
+from evolving_node_agent.engines.sglang.translate import NAME_BYTES
+
 from .blocks import BlockStore
 from .inbox import Inbox
 from .legs import PrefillLeg
@@ -162,7 +163,11 @@ class Fetcher:
         """Read and wait until nothing more can arrive. Not to be cancelled: shield it."""
         loop = asyncio.get_running_loop()
         over: asyncio.Future[bool] = loop.create_future()
-        self._transport.read(session, ranges, lambda ok: loop.call_soon_threadsafe(over.set_result, ok))
+
+        def finish(ok: bool) -> None:
+            loop.call_soon_threadsafe(over.set_result, ok)
+
+        self._transport.read(session, ranges, finish)
         return await over
 
     def _is_suspect(self, incarnation: str) -> bool:

@@ -8,8 +8,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ...port import EngineInfo
-from ..config import SglangConfig
+from evolving_node_agent.engines.port import EngineInfo
+from evolving_node_agent.engines.sglang.config import SglangConfig
+
 from .inbox import Inbox
 
 EVICTION_POLICY = "branch_counts"  # what SGLang calls our eviction order

@@ -9,9 +9,10 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...port import CachedTokens, EngineError, FinishReason, TokenIds
-from .. import messages as m
-from ..translate import tokens_of
+from evolving_node_agent.engines.port import CachedTokens, EngineError, FinishReason, TokenIds
+from evolving_node_agent.engines.sglang import messages as m
+from evolving_node_agent.engines.sglang.translate import tokens_of
+
 from .names import namespace
 
 

@@ -23,7 +23,7 @@ class Ledger:
     def __init__(self, scheduler: Any, reserve_tokens: int) -> None:
         self._scheduler = scheduler
         self._reserve_tokens = reserve_tokens
-        self._block_tokens = scheduler.page_size
+        self._block_tokens = int(scheduler.page_size)
         self.prefills: Mapping[str, PrefillLeg] = {}
         self.decodes: Mapping[str, DecodeLeg] = {}
 
@@ -48,7 +48,7 @@ class Ledger:
         if request is None:
             return 0
         left = len(request.origin_input_ids) + len(request.output_ids) - (request.extend_end or 0)
-        return self.in_blocks(left) + self._block_tokens
+        return self.in_blocks(int(left)) + self._block_tokens
 
     def for_decode(self) -> int:
         """Tokens prefill must leave."""

@@ -11,8 +11,8 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from ...port import TokenIds
-from ..translate import NAME_BYTES
+from evolving_node_agent.engines.port import TokenIds
+from evolving_node_agent.engines.sglang.translate import NAME_BYTES
 
 _NAMESPACE = "root:"
 

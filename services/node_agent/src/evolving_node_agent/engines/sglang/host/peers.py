@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ...port import FinishReason
-from ..framing import read_frame, write_frame
+from evolving_node_agent.engines.port import FinishReason
+from evolving_node_agent.engines.sglang.framing import read_frame, write_frame
+
 from .pages import Layout
 
 logger = logging.getLogger(__name__)
@@ -213,7 +214,7 @@ class Peers:
                 peer = Peer(*await asyncio.open_connection(host.strip("[]"), int(port)))
                 peer.welcome = await peer.ask(Hello(self._kv_format), Welcome)
         except (OSError, TimeoutError, ValueError) as error:
-            raise PeerLost(f"no peer at {address}: {error or 'no answer'}") from error
+            raise PeerLost(f"no peer at {address}: {error!r}") from error
         if peer.welcome.kv_format != self._kv_format:
             await peer.close()
             raise PeerLost(f"the peer at {address} has KV of format {peer.welcome.kv_format}")

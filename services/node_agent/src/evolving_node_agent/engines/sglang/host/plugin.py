@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..config import SglangConfig
+from evolving_node_agent.engines.sglang.config import SglangConfig
+
 from .inbox import Inbox
 
 _active: list[tuple[SglangConfig, Inbox]] = []

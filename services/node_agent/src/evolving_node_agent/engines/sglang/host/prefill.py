@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ...port import Aborted, DecodeLost, EngineError
-from .. import messages as m
+from evolving_node_agent.engines.port import Aborted, DecodeLost, EngineError
+from evolving_node_agent.engines.sglang import messages as m
+
 from .legs import FirstToken, PrefillLeg, failure
-from .peers import Done, Gone, Guest, Pages, Reply
+from .peers import Claim, Done, Gone, Guest, Landed, Pages, Pull, Release, Reply
 
 if TYPE_CHECKING:
     from .service import Service
@@ -37,7 +38,7 @@ async def _run(service: Service, leg: PrefillLeg) -> None:
         board.fetching.pop(leg.leg_id, None)
     service.inbox.post(lambda: service.desk.start_prefill(leg))
     # `ended` fails when SGLang gives the request up, in whatever stage.
-    await asyncio.wait([leg.first, leg.ended], return_when=asyncio.FIRST_COMPLETED)
+    await first_of(leg.first, leg.ended)
     if leg.ended.done():
         leg.ended.result()
     first = leg.first.result()
@@ -62,9 +63,9 @@ class Handover:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def claim(self, guest: Guest, transfer_id: int) -> Reply:
+    async def claim(self, guest: Guest, ask: Claim) -> Reply:
         """Remember that a decode leg exists; if its node leaves, so does the prefill leg."""
-        leg = self._service.prefill_of(transfer_id)
+        leg = self._service.prefill_of(ask.transfer_id)
         if leg is None:
             return Gone("the prefill leg is not here")
         leg.claimed.set()
@@ -73,13 +74,13 @@ class Handover:
 
     async def _watch(self, guest: Guest, leg: PrefillLeg) -> None:
         leaving = asyncio.ensure_future(guest.left.wait())
-        await asyncio.wait([leaving, leg.handed_over], return_when=asyncio.FIRST_COMPLETED)
+        await first_of(leaving, leg.handed_over)
         if not leaving.cancel():
             self.lose(leg, "the decode node went away")
 
-    async def pull(self, transfer_id: int, from_block: int) -> Reply:
+    async def pull(self, guest: Guest, ask: Pull) -> Reply:
         """The pages of the computed prompt, as soon as it is computed."""
-        leg = self._service.prefill_of(transfer_id)
+        leg = self._service.prefill_of(ask.transfer_id)
         if leg is None:
             return Gone("the prefill leg is not here")
         first = await first_token(leg)
@@ -87,15 +88,22 @@ class Handover:
             return Gone("the prefill leg ended")
         if first.finish is not None:
             return Pages(first.token, first.finish, [])
-        pages = await self._service.inbox.call(lambda: self._service.desk.held_pages(leg, from_block))
+        pages = await self._service.inbox.call(lambda: self._service.desk.held_pages(leg, ask.from_block))
         return Gone("the prefill leg ended") if pages is None else Pages(first.token, None, pages)
 
-    async def landed(self, transfer_id: int, transfer_s: float, size: int) -> Reply:
+    async def landed(self, guest: Guest, ask: Landed) -> Reply:
         """The decode leg has read the pages; it may use them only if they were held all the while."""
-        leg = self._service.prefill_of(transfer_id)
+        leg = self._service.prefill_of(ask.transfer_id)
         if leg is None or leg.handed_over.done():
             return Gone("the prefill leg ended")
-        leg.handed_over.set_result((transfer_s, size))
+        leg.handed_over.set_result((ask.transfer_s, ask.bytes))
+        return Done()
+
+    async def release(self, guest: Guest, ask: Release) -> Reply:
+        """The decode leg ended before its KV landed."""
+        leg = self._service.prefill_of(ask.transfer_id)
+        if leg is not None:
+            self.lose(leg, ask.reason)
         return Done()
 
     def lose(self, leg: PrefillLeg, reason: str) -> None:
@@ -106,5 +114,10 @@ class Handover:
 
 async def first_token(leg: PrefillLeg) -> FirstToken | None:
     """Wait until the leg has sampled its first token; None when it ended before."""
-    await asyncio.wait([leg.first, leg.over], return_when=asyncio.FIRST_COMPLETED)
+    await first_of(leg.first, leg.over)
     return leg.first.result() if leg.first.done() else None
+
+
+async def first_of(*futures: asyncio.Future[Any]) -> None:
+    """Wait until one of them is done; none is cancelled with the wait."""
+    await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)

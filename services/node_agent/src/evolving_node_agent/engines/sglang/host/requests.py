@@ -10,7 +10,8 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from ...port import FinishReason, Sampling
+from evolving_node_agent.engines.port import FinishReason, Sampling
+
 from .legs import Leg
 
 

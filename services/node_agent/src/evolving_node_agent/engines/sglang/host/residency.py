@@ -9,8 +9,9 @@ from sglang.srt.disaggregation.kv_events import StorageMedium
 from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 from sglang.srt.mem_cache.utils import compute_node_hash_values
 
-from ...port import Tier
-from .. import messages as m
+from evolving_node_agent.engines.port import Tier
+from evolving_node_agent.engines.sglang import messages as m
+
 from .names import name_of_hash
 
 _TIERS = {StorageMedium.GPU: Tier.L1, StorageMedium.CPU: Tier.L2}

@@ -22,7 +22,8 @@ from sglang.srt.managers.scheduler_components.ipc_channels import SchedulerIpcCh
 from sglang.srt.managers.scheduler_components.output_sender import SenderWrapper
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 
-from ..config import SglangConfig
+from evolving_node_agent.engines.sglang.config import SglangConfig
+
 from .blocks import BlockStore
 from .desk import Desk
 from .inbox import Inbox
@@ -66,6 +67,9 @@ class NodeScheduler(upstream.Scheduler):  # type: ignore[misc]
     # Set by the host before SGLang constructs the scheduler.
     config: SglangConfig
     inbox: Inbox
+    # Upstream's, typed for those who read this file.
+    running_batch: Any
+    last_batch: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -86,12 +90,15 @@ class NodeScheduler(upstream.Scheduler):  # type: ignore[misc]
         self.ipc_channels = SchedulerIpcChannels(
             recv_from_tokenizer=None,
             recv_from_rpc=None,
-            send_to_tokenizer=_Aborts(lambda request, message: self.desk.on_abort(request, message)),
+            send_to_tokenizer=_Aborts(self._on_abort),
             send_to_detokenizer=SenderWrapper(None),
             send_metrics_from_scheduler=None,
         )
         self.load_snapshot_writer = None
         self.recv_from_tokenizer = None
+
+    def _on_abort(self, request: Any, message: str) -> None:
+        self.desk.on_abort(request, message)
 
     def init_idle_sleeper(self) -> None:
         """The loop below waits on its inbox."""

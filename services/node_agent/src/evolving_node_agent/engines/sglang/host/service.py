@@ -12,10 +12,11 @@ from typing import Any
 
 import msgspec
 
-from ...port import EngineDown, EngineInfo, Rejected, Tier
-from .. import messages as m
-from ..framing import read_frame, write_frame
-from ..translate import split_names
+from evolving_node_agent.engines.port import EngineDown, EngineInfo, Rejected, Tier
+from evolving_node_agent.engines.sglang import messages as m
+from evolving_node_agent.engines.sglang.framing import read_frame, write_frame
+from evolving_node_agent.engines.sglang.translate import split_names
+
 from . import peers as p
 from .decode import run_decode
 from .desk import Desk, Outgoing
@@ -61,7 +62,7 @@ class Service:
         server = await asyncio.start_server(self._serve_peer, bind_host, port)
         self.address = f"{advertise_host}:{server.sockets[0].getsockname()[1]}"
         reader, self._writer = await asyncio.open_connection(sock=channel)
-        self.desk.deliver = lambda outgoing: self._loop.call_soon_threadsafe(self._take, outgoing)
+        self.desk.deliver = self._deliver
         self.report(m.Ready(dataclasses.replace(self._info, transfer_address=self.address, pool_address=self.address)))
         while (frame := await read_frame(reader)) is not None:
             await self._command(_decode(frame))
@@ -81,6 +82,10 @@ class Service:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _deliver(self, outgoing: list[Outgoing]) -> None:
+        """From the scheduler's thread."""
+        self._loop.call_soon_threadsafe(self._take, outgoing)
 
     def _take(self, outgoing: list[Outgoing]) -> None:
         """What the scheduler's thread said, in order."""
@@ -119,6 +124,8 @@ class Service:
                 self.spawn(self._counts(request))
             case m.AskDigests(request, names, tier):
                 self.spawn(self._digests(request, names, Tier(tier)))
+            case m.FreeL1(request):
+                self.spawn(self._free_l1(request))
             case m.Drain():
                 self._draining = True
                 self._stop_when_empty()
@@ -168,6 +175,10 @@ class Service:
         found = await self.inbox.call(lambda: self.desk.blocks.digests(split_names(names), tier))
         self._answer(request, m.Answer(request, digests=found))
 
+    async def _free_l1(self, request: int) -> None:
+        blocks = await self.inbox.call(self.desk.blocks.free_l1)
+        self._answer(request, m.Answer(request, blocks=blocks))
+
     # -- peers
 
     async def _serve_peer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -177,10 +188,10 @@ class Service:
             {
                 p.Hello: self._welcome,
                 p.Locate: self._locate,
-                p.Claim: lambda guest, ask: self.handover.claim(guest, ask.transfer_id),
-                p.Pull: lambda guest, ask: self.handover.pull(ask.transfer_id, ask.from_block),
-                p.Landed: lambda guest, ask: self.handover.landed(ask.transfer_id, ask.transfer_s, ask.bytes),
-                p.Release: self._release,
+                p.Claim: self.handover.claim,
+                p.Pull: self.handover.pull,
+                p.Landed: self.handover.landed,
+                p.Release: self.handover.release,
             },
         )
 
@@ -196,9 +207,3 @@ class Service:
                 break
             places.append(place)
         return p.Located(places)
-
-    async def _release(self, guest: Guest, ask: p.Release) -> Reply:
-        leg = self.prefill_of(ask.transfer_id)
-        if leg is not None:
-            self.handover.lose(leg, ask.reason)
-        return p.Done()

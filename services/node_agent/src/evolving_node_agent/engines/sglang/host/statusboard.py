@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ...port import EngineStatus
-from .. import messages as m
+from evolving_node_agent.engines.port import EngineStatus
+from evolving_node_agent.engines.sglang import messages as m
+
 from .legs import DecodeLeg, Phase
 
 if TYPE_CHECKING:

@@ -15,6 +15,8 @@ from . import attention, kernels, streams
 def install() -> None:
     """Provide `sgl_kernel` and torchvision's missing operators. Idempotent; only where CUDA is absent."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    # Compiling a sampler's ten lines takes half a minute of the scheduler's thread.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     kernels.install()
     streams.install()
 

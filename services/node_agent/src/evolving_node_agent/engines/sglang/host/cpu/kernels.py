@@ -141,7 +141,7 @@ def _define_torchvision_operators() -> None:
     """torchvision's CUDA wheel registers fake kernels for operators that its missing C++ part should define."""
     if _operators or "torchvision" in sys.modules:
         return
-    library = torch.library.Library("torchvision", "FRAGMENT")
+    library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _operators.append(library)
@@ -149,7 +149,7 @@ def _define_torchvision_operators() -> None:
 
 def adapt_host_copies() -> None:
     """Give SGLang's host pools the copies above in place of its CUDA kernels."""
-    import sglang.srt.mem_cache.pool_host.mha as mha
+    from sglang.srt.mem_cache.pool_host import mha
 
     mha.transfer_kv_direct = _copy_layers
     mha.transfer_kv_all_layer_direct_lf_pf = _device_to_host_pages

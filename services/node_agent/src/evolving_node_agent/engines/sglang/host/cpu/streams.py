@@ -86,8 +86,7 @@ def install() -> None:
 
 def adapt_host_pools() -> None:
     """Host pools in plain memory: nothing to pin, and a small machine has no 10 GiB to keep free."""
-    import sglang.srt.mem_cache.pool_host.base as base
-    import sglang.srt.mem_cache.pool_host.common as common
+    from sglang.srt.mem_cache.pool_host import base, common
 
     def register_nothing(buffer: torch.Tensor, *_: Any) -> None:
         setattr(buffer, common._CUDA_HOST_REGISTERED_RANGES_ATTR, [])
