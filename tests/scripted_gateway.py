@@ -40,6 +40,7 @@ class Play:
 
     fail_at: fail with `error` when this output index would be sent; None: run to the end. 0 fails before `started`.
     hang_at: say nothing from this index on until cancelled. per_message: tokens in a message.
+    held_text: sent after the last token, without ids.
     shift: added to the indices sent. tail: added to the result's ids. silent_end: end without a result.
     """
 
@@ -50,6 +51,7 @@ class Play:
     shift: int = 0
     tail: tuple[int, ...] = ()
     silent_end: bool = False
+    held_text: str = ""
     finish_reason: int = gateway_pb2.FINISH_REASON_LENGTH
 
 
@@ -93,6 +95,8 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
             yield gateway_pb2.GenerateResponse(
                 tokens=gateway_pb2.GenerateTokens(index=index + play.shift, token_ids=pack(part), text=text_of(part))
             )
+        if play.held_text:
+            yield gateway_pb2.GenerateResponse(tokens=gateway_pb2.GenerateTokens(index=len(ids), text=play.held_text))
         await self._interrupt(play, len(ids), context)
         if not play.silent_end:
             yield gateway_pb2.GenerateResponse(finished=self._finished(request, [*ids, *play.tail], play))
@@ -108,7 +112,7 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
 
     async def GetBranch(self, request: gateway_pb2.GetBranchRequest, context: Context) -> gateway_pb2.GetBranchResponse:
         if request.branch_id not in self.branches:
-            await abort_with(context, refusal(grpc.StatusCode.NOT_FOUND, "UNKNOWN_BRANCH"))
+            await abort_with(context, refusal(grpc.StatusCode.NOT_FOUND, "NOT_FOUND"))
         return gateway_pb2.GetBranchResponse(branch=self.branches[request.branch_id])
 
     async def ListModels(

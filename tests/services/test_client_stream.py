@@ -158,6 +158,13 @@ async def test_a_broken_stream_goes_on_after_the_last_token(
     assert events[-1].reconnects == 1
 
 
+async def test_text_held_back_to_the_end_comes_once(client: Client, gateway: ScriptedGateway) -> None:
+    gateway.plays.extend([Play(held_text="end", fail_at=8), Play(held_text="end")])
+    events = [event async for event in client.generate(text="x", max_tokens=8)]
+    assert "".join(event.text for event in events if isinstance(event, Tokens)) == text_of(output_ids(8)) + "end"
+    assert tokens_of(events) == output_ids(8)
+
+
 async def test_when_a_gateway_dies_the_next_address_goes_on(gateway: ScriptedGateway) -> None:
     other = ScriptedGateway()
     server, address = await serve(gateway)

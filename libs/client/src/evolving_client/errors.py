@@ -101,7 +101,7 @@ _BY_REASON: dict[str, type[EvolvingError]] = {
     "BRANCH_ENDED": BranchEnded,
     "STALE_VERSION": StaleVersion,
     "UNKNOWN_MODEL": UnknownModel,
-    "UNKNOWN_BRANCH": UnknownBranch,
+    "NOT_FOUND": UnknownBranch,  # the directory's; branches are all this client asks it for
 }
 
 _BY_CODE: dict[grpc.StatusCode, type[EvolvingError]] = {

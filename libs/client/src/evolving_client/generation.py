@@ -60,6 +60,7 @@ class Generation:
         self._call: aio.UnaryStreamCall[Any, gateway_pb2.GenerateResponse] | None = None
         self._address = ""
         self._received: list[int] = []
+        self._held_text_at = (-1, 0)  # output index, and in which sending
         self._version = request.branch.version
         self._sent_times = 0
         self._over = False
@@ -82,6 +83,8 @@ class Generation:
             raise StopAsyncIteration
         try:
             event = self._checked(await self._next_message())
+            while event is None:
+                event = self._checked(await self._next_message())
         except BaseException:
             self._stop()
             raise
@@ -153,8 +156,8 @@ class Generation:
         stub = self._gateways.stub(self._address)
         return stub.Generate(self._request, timeout=timeout_s, metadata=self._gateways.metadata)
 
-    def _checked(self, message: gateway_pb2.GenerateResponse) -> Event:
-        """The event of a message that fits what came before it."""
+    def _checked(self, message: gateway_pb2.GenerateResponse) -> Event | None:
+        """The event of a message that fits what came before it; None when it only repeats something."""
         match message.WhichOneof("event"):
             case "started":
                 return self._on_started(message.started)
@@ -170,14 +173,17 @@ class Generation:
         self._version = message.version
         return started_from(message)
 
-    def _on_tokens(self, tokens: Tokens) -> Tokens:
+    def _on_tokens(self, tokens: Tokens) -> Tokens | None:
         expected = len(self._received)
         if tokens.index != expected:
             raise ProtocolError(f"output token {expected} was due, the server sent token {tokens.index}")
+        if not tokens.token_ids:
+            # Text that was held back, after the last id. When the stream broke behind it, the next brings it again.
+            earlier, self._held_text_at = self._held_text_at, (tokens.index, self._sent_times)
+            return None if earlier[0] == tokens.index and earlier[1] < self._sent_times else tokens
         self._received.extend(tokens.token_ids)
-        if tokens.token_ids:
-            assert self._retries is not None
-            self._retries.note_progress()
+        assert self._retries is not None
+        self._retries.note_progress()
         return tokens
 
     def _on_finished(self, message: gateway_pb2.GenerateFinished) -> Finished:

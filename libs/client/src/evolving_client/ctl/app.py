@@ -76,7 +76,9 @@ app.add_typer(block_app, name="block")
 @app.callback()
 def _global(
     context: typer.Context,
-    gateway: Annotated[str, typer.Option(envvar="EVOLVING_GATEWAY", help="host:port of a gateway, or several, comma-separated")] = "",
+    gateway: Annotated[
+        str, typer.Option(envvar="EVOLVING_GATEWAY", help="host:port of a gateway, or several, comma-separated")
+    ] = "",
     planner: Annotated[str, typer.Option(envvar="EVOLVING_PLANNER", help="host:port of a planner")] = "",
     directory: Annotated[str, typer.Option(envvar="EVOLVING_DIRECTORY", help="host:port of a directory")] = "",
     etcd: Annotated[
