@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from evolving.internal.v1 import node_agent_pb2_grpc
 from evolving.runtime.keys import Keys
@@ -18,6 +19,8 @@ from evolving_node_agent.service import NodeAgentService
 from evolving_node_agent.settings import NodeAgentSettings
 from evolving_node_agent.supervisor import Supervisor
 from evolving_node_agent.work import WorkReporter
+
+_FAREWELL_S = 1.0
 
 
 async def run_node_agent(service: Service[NodeAgentSettings]) -> None:
@@ -53,7 +56,7 @@ async def run_node_agent(service: Service[NodeAgentSettings]) -> None:
     service.spawn(node.roles.watch(store, keys), "roles")
     service.spawn(follow_directory(store, keys, directory_address), "directory_address")
     service.spawn(follow_planner(store, keys, planner_address), "planner_address")
-    reporting = service.spawn(directory.run(directory_address), "directory_stream")
+    service.spawn(directory.run(directory_address), "directory_stream")
     service.spawn(directory.flush_late(), "late_reports")
     service.spawn(work.run(planner_address), "work")
     supervising = service.spawn(supervisor.run(), "engine")
@@ -62,8 +65,10 @@ async def run_node_agent(service: Service[NodeAgentSettings]) -> None:
     # Calls have ended. What they reported goes out, then the engine stops, then everything else.
     supervising.cancel()
     await asyncio.wait({supervising})
-    await supervisor.stop(min(1.0, service.remaining_s()))
-    await asyncio.wait({reporting}, timeout=min(1.0, service.remaining_s()))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(min(_FAREWELL_S, service.remaining_s())):
+            await directory.farewell()
+    await supervisor.stop(min(_FAREWELL_S, service.remaining_s()))
     await service.close()
     await store.close()
 

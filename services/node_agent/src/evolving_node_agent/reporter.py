@@ -62,6 +62,7 @@ class DirectoryReporter:
         self._sequence = 0  # of the KV batch numbered last in this life
         self._kv_lock = asyncio.Lock()  # held while a snapshot is taken
         self._stream: DirectoryStream | None = None
+        self._stream_closed = asyncio.Event()
         self._filled = asyncio.Event()
         self._connected = metrics.gauge("node_directory_connected", "Whether the stream to the directory is up.")
         self._unsent = metrics.gauge("node_reports_unsent", "Reports of requests that wait for the directory.")
@@ -150,6 +151,12 @@ class DirectoryReporter:
                 await self.clock.sleep(backoff_s)
                 backoff_s = min(_RECONNECT_MAX_S, 2 * backoff_s)
 
+    async def farewell(self) -> None:
+        """Wait until the stream of a life that ended is closed, its last messages read."""
+        while self._stream is not None:
+            self._stream_closed.clear()
+            await self._stream_closed.wait()
+
     async def _connect(self, life: EngineInfo, address: str, directory: Address) -> None:
         """One stream, from hello until it breaks, the life ends or the directory moves."""
         hello = directory_pb2.NodeHello(
@@ -173,6 +180,7 @@ class DirectoryReporter:
                 await asyncio.wait({reading}, timeout=_FAREWELL_S)
             finally:
                 self._stream = None
+                self._stream_closed.set()
                 self._connected.set(0)
                 stream.cancel()
                 reading.cancel()
