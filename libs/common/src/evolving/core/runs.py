@@ -70,8 +70,8 @@ class RunTree:
     # ------------------------------------------------------------------------------------------------------- the moves
 
     def check_new(self, start: int, names: bytes) -> None:
-        """Raise BrokenChain when names that are to be added at depth `start` are indexed already, so can't be new chained
-        digests. Others are taken on trust, until a split would index them."""
+        """Raise BrokenChain when names that are to be added at depth `start` are indexed already: then they aren't new
+        chained digests. Names not indexed are taken on trust, until a split would index them."""
         by_name = self._by_name
         if names and names[:NAME_BYTES] in by_name:
             raise BrokenChain(f"block {start} is known under another parent")
