@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -31,6 +32,7 @@ DEFAULT_STATE = ROOT / "build" / "cluster"
 DEFAULT_MODEL = ROOT / "build" / "models" / "smollm2-135m-instruct"
 BIN = Path(sys.executable).parent
 POLL_S = 0.2
+_PORTS = (10_000, 32_000)
 
 
 class ClusterError(Exception):
@@ -82,15 +84,20 @@ def kernel_start(pid: int) -> str | None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """Ports nobody listens on now, all different.
+
+    They lie below the kernel's ephemeral range: one out of it may be taken by any outgoing connection before the
+    process it is meant for binds it.
+    """
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.randrange(*_PORTS)
+        if port in ports:
+            continue
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                ports.append(port)
+    return ports
 
 
 def _silent(_line: str) -> None:
