@@ -133,6 +133,21 @@ async def test_changes_are_told_and_a_new_term_counts_as_one(store: MemoryStore,
     await changes.aclose()  # type: ignore[attr-defined]
 
 
+async def test_a_bug_in_the_campaign_reaches_whoever_follows_it(clock: ManualClock) -> None:
+    class Broken(MemoryStore):
+        async def grant_lease(self, ttl_s: float) -> int:
+            raise ZeroDivisionError
+
+    store = Broken(clock)
+    election = Election(store, KEY, b"a", TTL_S, clock)
+    changes = election.leadership_changes()
+    assert await anext(changes) is False
+    with pytest.raises(ZeroDivisionError):
+        async with election:
+            await anext(changes)
+    await store.close()
+
+
 async def test_a_fenced_write_of_the_present_leader_goes_through(store: MemoryStore, clock: ManualClock) -> None:
     async with Election(store, KEY, b"a", TTL_S, clock) as election:
         await clock.settle()

@@ -30,6 +30,7 @@ from evolving.runtime.readiness import Readiness
 from evolving.runtime.server import GrpcServer
 from evolving.wire.status import parse_error
 
+CALLS, SAY = "grpc_server_calls_total", "/test.Internal/Say"
 METHODS = {
     "Say": ("unary_unary", grpc.unary_unary_rpc_method_handler),
     "Count": ("unary_stream", grpc.unary_stream_rpc_method_handler),
@@ -287,12 +288,39 @@ async def test_the_clients_own_deadline_ends_the_handler() -> None:
             await running.servicer.cancelled.wait()
 
 
-async def test_an_expired_deadline_never_reaches_the_handler() -> None:
+async def test_a_deadline_of_zero_leaves_nothing_running() -> None:
     async with Running() as running, open_channel(running.address) as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await method(channel, "Say")(text("wait"), timeout=0)
-        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        assert not running.servicer.entered.is_set()
+        for _ in range(20):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await method(channel, "Say")(text("wait"), timeout=0)
+            assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        async with asyncio.timeout(30):
+            while running.server.guard.in_flight:
+                await asyncio.sleep(0.01)
+
+
+async def test_a_deadline_that_passed_on_the_way_never_reaches_the_handler() -> None:
+    class Late:
+        """A context whose call arrived too late."""
+
+        aborted: grpc.StatusCode | None = None
+
+        def invocation_metadata(self) -> tuple[()]:
+            return ()
+
+        def time_remaining(self) -> float:
+            return -0.001
+
+        async def abort(self, code: grpc.StatusCode, *_details: object) -> None:
+            self.aborted = code
+            raise grpc.aio.AbortError
+
+    running = Running()
+    late = Late()
+    with pytest.raises(grpc.aio.AbortError):
+        await running.server.guard._unary("/test.Internal/Say", running.servicer.Say)(text("wait"), cast("Any", late))
+    assert late.aborted is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert not running.servicer.entered.is_set()
 
 
 @pytest.mark.parametrize("name", ["Say", "Count", "Echo"])
@@ -368,6 +396,20 @@ async def test_retries_stop_at_failures_a_retry_cannot_help() -> None:
         with pytest.raises(grpc.aio.AioRpcError):
             await retry_unary(lambda: method(channel, "Say")(text("later")), attempts=3)
         assert running.sample("grpc_server_calls_total", method="/test.Internal/Say", code="UNAVAILABLE") == 3
+
+
+async def test_a_channel_to_replicas_goes_on_with_those_that_live() -> None:
+    async with Running() as one:
+        two = Running()
+        await two.__aenter__()
+        async with open_channel([one.address, two.address]) as channel:
+            say = method(channel, "Say")
+            async with asyncio.timeout(30):
+                while not all(running.sample(CALLS, method=SAY, code="OK") for running in (one, two)):
+                    await say(text("hello"))
+            await two.server.stop(0)
+            for _ in range(10):
+                assert (await retry_unary(lambda: say(text("hello")))).value == "hello"
 
 
 async def test_errors_of_other_servers_are_understood() -> None:

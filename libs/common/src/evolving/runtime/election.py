@@ -45,6 +45,7 @@ class Election:
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._run(), name=f"election:{self.key}")
+        self._task.add_done_callback(lambda _task: self._notify())
         return self
 
     async def __aexit__(
@@ -69,10 +70,12 @@ class Election:
 
     async def leadership_changes(self) -> AsyncIterator[bool]:
         """Whether this candidate leads: now, then each change. A slow reader sees only the newest; True twice in a row
-        means that leadership was lost and won again, with a new fence."""
+        means that leadership was lost and won again, with a new fence. Raises what a bug made the campaign end with."""
         shown: Guard | bool | None = False  # False: nothing shown yet
         while True:
             changed = self._changed
+            if self._task is not None and self._task.done() and not self._task.cancelled():
+                self._task.result()
             term = self._fence if self.is_leader() else None
             if term != shown:
                 shown = term

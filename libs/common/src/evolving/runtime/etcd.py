@@ -284,6 +284,8 @@ class EtcdStore:
             except grpc.aio.AioRpcError as error:
                 if error.code() is grpc.StatusCode.NOT_FOUND and "lease" in (error.details() or ""):
                     raise LeaseLost(error.details()) from None
+                if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                    raise  # what we asked makes no sense, on any member: a bug
                 problem = f"{member.address}: {error.code().name} {error.details()}"
             except asyncio.CancelledError:
                 task = asyncio.current_task()

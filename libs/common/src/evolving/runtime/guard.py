@@ -175,7 +175,8 @@ class Guard(grpc.aio.ServerInterceptor):
             code = _status_name(context)
             raise
         except asyncio.CancelledError:
-            code = grpc.StatusCode.CANCELLED.name
+            over = context.time_remaining() is not None and context.time_remaining() <= 0
+            code = (grpc.StatusCode.DEADLINE_EXCEEDED if over else grpc.StatusCode.CANCELLED).name
             raise
         finally:
             self._in_flight -= guarded

@@ -38,6 +38,12 @@ class Registration:
         """Wait until the newest value is in the store."""
         await self._registered.wait()
 
+    async def wait_closed(self) -> None:
+        """Wait until `close`. Raises what a bug made the registration end with."""
+        await asyncio.wait((self._task,))
+        if not self._task.cancelled():
+            self._task.result()
+
     async def update(self, value: bytes) -> None:
         """Replace the value and wait until the store has it."""
         if value != self._value:

@@ -100,6 +100,7 @@ class Service(Generic[Settings]):
         """Register a key that is withdrawn first thing in a drain, so that others stop sending here."""
         registration = store.register(key, value, ttl_s)
         self.on_drain(registration.close)
+        self.spawn(registration.wait_closed(), f"registration:{key}")
         return registration
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
