@@ -367,7 +367,9 @@ def test_models_lists_what_is_served() -> None:
 
 @pytest.mark.parametrize(
     "arguments", [["nonsense"], ["status", "--nonsense"], ["--timeout-s", "0", "status"], ["decisions", "--limit", "0"],
-                  ["--etcd", ",", "status"], ["generate", "x", "--raw", "--system", "y"]]
+                  ["--etcd", ",", "status"], ["generate", "x", "--raw", "--system", "y"],
+                  ["generate", "1", "--token-ids", "--raw"], ["generate", "one", "--token-ids"],
+                  ["generate", "", "--token-ids"]]
 )  # fmt: skip
 def test_wrong_usage_exits_2(arguments: Sequence[str]) -> None:
     assert evolvectl(*arguments).code == 2

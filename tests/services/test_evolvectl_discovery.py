@@ -18,7 +18,7 @@ from etcd3aio.kv import KVService
 from etcd_process import Etcd
 from grpc import aio
 from scripted_cluster import ScriptedDirectory, ScriptedNode, ScriptedPlanner, nobody, running
-from scripted_gateway import Play, ScriptedGateway, output_ids, serve, text_of
+from scripted_gateway import Play, ScriptedGateway, output_ids, pack, serve, text_of
 
 from evolving.internal.v1 import node_agent_pb2
 from evolving.runtime.keys import Keys, NodeRegistration, ServiceRegistration, Split, encode
@@ -247,6 +247,17 @@ async def test_generate_reads_standard_input(
     assert (result["reason"], result["cached"]["own_l2"], result["reconnects"]) == ("length", 2, 0)
     assert gateway.requests[0].text == "Once\nupon"
     assert not gateway.requests[0].branch.branch_id
+
+
+async def test_generate_takes_and_prints_token_ids(
+    partition: Partition, gateway: ScriptedGateway, gateway_address: str
+) -> None:
+    code, out, _ = await partition.run(
+        "--gateway", gateway_address, "generate", "--token-ids", "7, 8 9", "--max-tokens", "3"
+    )
+    assert code == 0
+    assert [int(word) for word in out.split()] == output_ids(3)
+    assert gateway.requests[0].token_ids == pack([7, 8, 9])
 
 
 async def test_a_gateway_that_never_answers_is_a_line(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -12,8 +13,9 @@ from typer.core import TyperGroup
 
 from evolving_client.ctl import directory, models, output, split, status
 from evolving_client.ctl.cluster import Cluster, Options
-from evolving_client.ctl.failure import Failure, refused, unreachable, usage
+from evolving_client.ctl.failure import Failure, refused, unreachable
 from evolving_client.ctl.plain import plain
+from evolving_client.events import Finished
 
 Result = TypeVar("Result")
 
@@ -241,6 +243,9 @@ def _generate(
     prompt: Annotated[str, typer.Argument(help="the user's message; left out or -: standard input")] = "-",
     system: Annotated[str, typer.Option(help="a system message before it")] = "",
     raw: Annotated[bool, typer.Option("--raw", help="the prompt as it is, without the model's chat template")] = False,
+    token_ids: Annotated[
+        bool, typer.Option("--token-ids", help="the prompt is token ids, and so is what is printed")
+    ] = False,
     branch: Annotated[str, typer.Option(help="id of the branch it belongs to; left out: none")] = "",
     model: Annotated[str, typer.Option(help="left out: the only one served")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="output tokens at most")] = 128,
@@ -248,19 +253,14 @@ def _generate(
 ) -> None:
     """Generate once. The text goes to standard output as it comes, a line about it to standard error."""
     text = sys.stdin.read() if prompt == "-" else prompt
-    if raw and system:
-        _fail(usage("--system belongs to the chat template; leave out --raw"))
-    ask = models.Ask(
-        prompt=text,
-        system=system,
-        raw=raw,
-        branch_id=branch,
-        model=model,
-        max_tokens=max_tokens,
-        temperature=temperature,
-    )
     as_json = _options(context).json
-    finished = _run(context, lambda cluster: models.generate(cluster, ask, stream=not as_json))
+
+    async def generate(cluster: Cluster) -> Finished:
+        asked = models.read_ask(text, system=system, raw=raw, token_ids=token_ids)
+        ask = replace(asked, branch_id=branch, model=model, max_tokens=max_tokens, temperature=temperature)
+        return await models.generate(cluster, ask, stream=not as_json)
+
+    finished = _run(context, generate)
     if as_json:
         output.print_json(models.as_json(finished))
     else:

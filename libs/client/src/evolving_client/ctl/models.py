@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 
 from evolving.v1 import gateway_pb2
 from evolving_client.client import Client
+from evolving_client.context import Message
 from evolving_client.ctl import output
 from evolving_client.ctl.cluster import Cluster
-from evolving_client.ctl.failure import from_error
+from evolving_client.ctl.failure import from_error, usage
 from evolving_client.ctl.plain import Plain
 from evolving_client.errors import EvolvingError
 from evolving_client.events import Finished, Tokens
@@ -18,15 +19,32 @@ from evolving_client.options import GenerateOptions
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What to generate from. branch_id "": no branch. raw: the prompt as text, without the chat template."""
+    """What to generate from: messages, text or token ids. branch_id "": no branch."""
 
-    prompt: str
-    system: str = ""
-    raw: bool = False
+    messages: tuple[Message, ...] | None = None
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
     branch_id: str = ""
     model: str = ""
     max_tokens: int = 128
     temperature: float = 0.0
+
+
+def read_ask(prompt: str, *, system: str, raw: bool, token_ids: bool) -> Ask:
+    """The prompt in the form the operator chose. Raises Failure for forms that exclude each other, or bad ids."""
+    if system and (raw or token_ids):
+        raise usage("--system belongs to the chat template; leave out --raw and --token-ids")
+    if raw and token_ids:
+        raise usage("give one of --raw and --token-ids")
+    if token_ids:
+        words = prompt.replace(",", " ").split()
+        if not words or not all(word.isascii() and word.isdigit() for word in words):
+            raise usage("with --token-ids the prompt is whole numbers, separated by spaces or commas")
+        return Ask(token_ids=tuple(int(word) for word in words))
+    if raw:
+        return Ask(text=prompt)
+    before = ({"role": "system", "content": system},) if system else ()
+    return Ask(messages=(*before, {"role": "user", "content": prompt}))
 
 
 async def list_models(cluster: Cluster) -> gateway_pb2.ListModelsResponse:
@@ -53,22 +71,18 @@ def print_models(answer: gateway_pb2.ListModelsResponse) -> None:
 
 
 async def generate(cluster: Cluster, ask: Ask, *, stream: bool) -> Finished:
-    """Generate, writing the text to stdout as it comes when `stream` is set. Raises Failure."""
+    """Generate, writing the output to stdout as it comes when `stream` is set: text, or ids for ids. Raises Failure."""
     addresses = await cluster.addresses("gateway")
     options = cluster.options
     sampling: GenerateOptions = {"max_tokens": ask.max_tokens, "temperature": ask.temperature}
-    system = [{"role": "system", "content": ask.system}] if ask.system else []
-    messages = None if ask.raw else [*system, {"role": "user", "content": ask.prompt}]
-    text = ask.prompt if ask.raw else None
     async with Client(*addresses, token=options.token, model=ask.model, timeout_s=options.timeout_s) as client:
         try:
-            if ask.branch_id:
-                generation = client.branch(ask.branch_id).generate(messages=messages, text=text, **sampling)
-            else:
-                generation = client.generate(messages=messages, text=text, **sampling)
+            source = client.branch(ask.branch_id) if ask.branch_id else client
+            generation = source.generate(messages=ask.messages, text=ask.text, token_ids=ask.token_ids, **sampling)
             async for event in generation:
                 if isinstance(event, Tokens) and stream:
-                    sys.stdout.write(event.text)
+                    ids = "".join(f"{token_id} " for token_id in event.token_ids)
+                    sys.stdout.write(event.text if ask.token_ids is None else ids)
                     sys.stdout.flush()
                 if isinstance(event, Finished):
                     return event

@@ -36,7 +36,7 @@ def print_line(text: str) -> None:
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "") -> None:
     """A table without frame. A column whose name begins with ">" is aligned right."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title or None, title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, title=title or None, title_justify="left")
     for column in columns:
         table.add_column(column.removeprefix(">"), justify="right" if column.startswith(">") else "left", no_wrap=True)
     for row in rows:
