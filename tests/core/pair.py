@@ -1,0 +1,399 @@
+"""The directory and the naive model side by side: every event goes to both, and what they say is compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from typing import TypeVar
+
+import pytest
+from core.model import Key, Model, ModelBranch, ModelNode, Name, common_prefix, split_names
+
+from evolving.core import directory_types as types
+from evolving.core.config import DirectoryConfig
+from evolving.core.directory import Directory
+from evolving.core.directory_types import Begin, BeginKind, Effect, Landed, Match, NodeEvent, Output
+from evolving.core.errors import CoreError, NeedFull, StaleVersion
+from evolving.core.terms import ANCHOR_BLOCKS, Phase, Role, Tier
+
+Kind = TypeVar("Kind")
+
+
+def chain(before: Sequence[Name], letters: str) -> list[Name]:
+    """A context that goes on with one block a letter: equal letters after equal contexts make equal names."""
+    names = list(before)
+    for letter in letters:
+        names.append(sha256((names[-1] if names else b"") + letter.encode()).digest()[:16])
+    return names
+
+
+def run_ref(path: Sequence[Name], first: int, end: int) -> types.RunRef:
+    """Blocks [first, end) of a context as a node names them."""
+    anchor = 0 if first == 0 else (first - 1) // ANCHOR_BLOCKS * ANCHOR_BLOCKS
+    return types.RunRef(anchor, b"".join(path[anchor:end]), first - anchor)
+
+
+class Pair:
+    """Both of them, and what the nodes know: the counts each was pushed, the blocks each really holds."""
+
+    def __init__(self, config: DirectoryConfig) -> None:
+        self.now_s = 1000.0
+        self.core = Directory(config)
+        self.model = Model(config)
+        self.paths: dict[Name, list[Name]] = {}  # every block that was ever named, with the context it ends
+        self.pushed: dict[str, dict[Name, int]] = {}  # node -> counts it evicts by
+        self.heard: dict[str, set[Name]] = {}  # node in a resync -> blocks whose count it heard of since
+        self.effects: list[Effect] = []  # of the last event
+
+    # -------------------------------------------------------------------------------------------------------- effects
+
+    def _took(self, effects: list[Effect]) -> list[Effect]:
+        """Carry out what concerns nodes, as a node would."""
+        self.effects = effects
+        for effect in effects:
+            assert effect.reason
+            if isinstance(effect, types.CountUpdate):
+                assert effect.names
+                assert effect.node_id in self.model.nodes, effect
+                for name in split_names(effect.names):
+                    self.pushed[effect.node_id][name] = effect.count
+                    self.heard.get(effect.node_id, set()).add(name)
+            elif isinstance(effect, types.CountsComplete):
+                counts, heard = self.pushed[effect.node_id], self.heard.pop(effect.node_id)
+                self.pushed[effect.node_id] = {name: count for name, count in counts.items() if name in heard}
+            elif isinstance(effect, types.ClearMemory):
+                self.pushed[effect.node_id] = {}
+        return effects
+
+    def told(self, kind: type[Kind]) -> list[Kind]:
+        """Effects of a kind that the last event had."""
+        return [effect for effect in self.effects if isinstance(effect, kind)]
+
+    def _ends_are(self, expected: set[Key], expired: Callable[[Key], bool] = lambda key: False) -> None:
+        ends = self.told(types.EndedBranch)
+        assert len(ends) == len(expected)
+        assert {(end.tenant, end.branch_id) for end in ends} == expected
+        assert all(end.expired == expired((end.tenant, end.branch_id)) for end in ends)
+
+    def _was_ignored(self, taken: bool) -> None:
+        """What the model ignores the directory ignores, with a word for the metric and no other effect."""
+        ignored = self.told(types.Ignored)
+        assert bool(ignored) == (not taken), (taken, self.effects)
+        assert taken or self.effects == ignored
+        assert all(each.kind for each in ignored)
+
+    def remember(self, context: list[Name]) -> None:
+        """The blocks of a context may be met from now on."""
+        for depth, name in enumerate(context, 1):
+            self.paths.setdefault(name, context[:depth])
+
+    # ------------------------------------------------------------------------------------------------------- branches
+
+    def begin(self, event: Begin, prompt: list[Name]) -> BeginKind | str:
+        """A Begin whose whole context is `prompt`; returns its kind, or the code it was refused with. When its base is
+        not known it is sent again in full, as a gateway does."""
+        self.remember(prompt)
+        refusal = self.model.refusal(event, prompt)
+        refused: CoreError | None = None
+        try:
+            answer, effects = self.core.begin(self.now_s, event)
+        except CoreError as error:
+            refused = error
+        if isinstance(refused, NeedFull):
+            assert not self._surely_known(event), event
+            self.compare()
+            return self.begin(replace(event, base_blocks=0, base_name=b"", new_names=b"".join(prompt)), prompt)
+        assert (refused.code if refused is not None else None) == refusal
+        if refused is not None:
+            branch = self.model.live(event.tenant, event.branch_id)
+            assert not isinstance(refused, StaleVersion) or (branch and refused.current == branch.version)
+            return refused.code
+        version, kind = self.model.begin(self.now_s, event, prompt)
+        self._took(effects)
+        assert (answer.version, answer.kind, answer.prompt_blocks) == (version, kind, len(prompt))
+        assert not self.told(types.EndedBranch)
+        self._compare_match(answer.match, prompt)
+        return kind
+
+    def _surely_known(self, event: Begin) -> bool:
+        """Whether the base is in a context where the directory must find it: the branch's own, or its parent's."""
+        if event.base_blocks == 0:
+            return True
+        contexts = [
+            branch.context
+            for branch in (
+                self.model.live(event.tenant, event.branch_id),
+                self.model.live(event.tenant, event.parent_branch_id),
+            )
+            if branch is not None
+        ]
+        return any(context[event.base_blocks - 1 : event.base_blocks] == [event.base_name] for context in contexts)
+
+    def landed(self, event: Landed) -> bool:
+        """KV landed; returns whether that was taken."""
+        self._took(self.core.landed(self.now_s, event))
+        taken = self.model.landed(self.now_s, event)
+        self._was_ignored(taken)
+        return taken
+
+    def output(self, event: Output) -> bool:
+        """Output blocks were completed; returns whether that was taken."""
+        branch = self.model.live(event.tenant, event.branch_id)
+        before = branch.context[: event.first_block] if branch is not None else []
+        self._took(self.core.output(self.now_s, event))
+        taken = self.model.output(self.now_s, event)
+        self._was_ignored(taken)
+        if taken:
+            self.remember([*before, *split_names(event.names)])
+        return taken
+
+    def done(self, tenant: str, branch_id: str, request_id: str) -> bool:
+        """A request is over; returns whether that was news."""
+        live_before = self.model.live(tenant, branch_id) is not None
+        self._took(self.core.request_done(self.now_s, tenant, branch_id, request_id))
+        taken = self.model.request_done(self.now_s, tenant, branch_id, request_id)
+        self._was_ignored(taken)
+        ended = live_before and self.model.live(tenant, branch_id) is None
+        self._ends_are({(tenant, branch_id)} if ended else set())
+        return taken
+
+    def end(self, tenant: str, branch_ids: Sequence[str], subtree: bool) -> set[Key]:
+        """Branches are ended; returns those that were live."""
+        self._took(self.core.end(self.now_s, tenant, branch_ids, subtree))
+        ended = self.model.end(self.now_s, tenant, branch_ids, subtree)
+        self._ends_are(ended)
+        return ended
+
+    def advance(self, seconds: float, settle: bool) -> set[Key]:
+        """Time passes; with `settle` the directory is woken until it has nothing left to do now."""
+        self.now_s += seconds
+        self._took(self.core.tick(self.now_s))
+        ended = self.model.tick(self.now_s)
+        self._ends_are(ended, lambda key: self.model.branches.get(key) is None or self._expired(key))
+        wakeup_s = self.core.next_wakeup_s()
+        due_s = min(self.model.due_s(), default=None)
+        assert due_s is None or (wakeup_s is not None and wakeup_s <= due_s)
+        if settle:
+            for _ in range(10_000):
+                wakeup_s = self.core.next_wakeup_s()
+                if wakeup_s is None or wakeup_s > self.now_s:
+                    break
+                assert not self._took(self.core.tick(self.now_s))
+            assert wakeup_s == due_s
+        return ended
+
+    def _expired(self, key: Key) -> bool:
+        return self.model.branches[key].state is types.BranchState.EXPIRED
+
+    # ---------------------------------------------------------------------------------------------------------- nodes
+
+    def node_up(self, node_id: str, incarnation: str, next_sequence: int = 0) -> None:
+        """A node says hello; under a new incarnation it knows no counts."""
+        node = self.model.nodes.get(node_id)
+        if node is None or node.incarnation != incarnation:
+            self.pushed[node_id] = {}
+            self.heard.pop(node_id, None)
+        self._took(self.core.node_up(self.now_s, node_id, incarnation, next_sequence))
+        self.model.node_up(node_id, incarnation, next_sequence)
+        assert len(self.told(types.NeedResync)) == self.model.nodes[node_id].lost
+
+    def node_gone(self, node_id: str) -> None:
+        """A node is given up."""
+        effects = self.core.node_gone(self.now_s, node_id)
+        self.model.node_gone(node_id)
+        self.pushed.pop(node_id, None)
+        self.heard.pop(node_id, None)
+        self._took(effects)
+
+    def role_switch(self, node_id: str, old: Role, new: Role) -> bool:
+        """A node's role changes; returns whether that concerned the directory."""
+        self._took(self.core.role_switch(self.now_s, node_id, old, new))
+        return self.model.role_switch(node_id, old, new)
+
+    def node_events(self, node_id: str, sequence: int, events: Sequence[NodeEvent]) -> str:
+        """A batch of a node's events; returns what became of it."""
+        node = self.model.nodes[node_id]
+        self._took(self.core.node_events(self.now_s, node_id, node.incarnation, sequence, events))
+        if node.lost or node.in_snapshot or sequence <= node.sequence:
+            self._was_ignored(taken=False)
+            return "ignored"
+        if sequence > node.sequence + 1:
+            assert len(self.told(types.NeedResync)) == 1
+            node.lost = True
+            return "gap"
+        asked = self.told(types.NeedResync)
+        node.sequence = sequence
+        for event in events:
+            if asked and not self.parent_is_known(event):
+                node.lost = True
+                return "unknown parent"
+            self._apply(node, event)
+        assert not asked
+        return "taken"
+
+    def parent_is_known(self, event: NodeEvent) -> bool:
+        """Whether the directory must find the place of a run: it starts near a context's first block, or the block
+        before it is in a context, or held by a node, or has a descendant that is."""
+        if not isinstance(event, types.Stored) or event.run.first_block == 0:
+            return True
+        before = split_names(event.run.names)[max(event.run.skip - 1, 0)]
+        return any(before in self.paths[name] for name in self.model.known_names())
+
+    def _apply(self, node: ModelNode, event: NodeEvent) -> None:
+        if isinstance(event, types.Cleared):
+            node.held[event.tier].clear()
+            return
+        meant = split_names(event.run.names)[event.run.skip :]
+        if isinstance(event, types.Stored):
+            node.held[event.tier].update(meant)
+        else:
+            node.held[event.tier].difference_update(meant)
+
+    def resync_begin(self, node_id: str) -> None:
+        """A snapshot of a node follows."""
+        node = self.model.nodes[node_id]
+        self._took(self.core.resync_begin(self.now_s, node_id, node.incarnation))
+        assert not self.told(types.CountUpdate), "unknown is not 0"
+        node.in_snapshot = True
+        node.held = {tier: set() for tier in Tier}
+        self.heard[node_id] = set()
+
+    def resync_events(self, node_id: str, events: Sequence[NodeEvent]) -> None:
+        """Part of a snapshot; all parents known."""
+        node = self.model.nodes[node_id]
+        self._took(self.core.resync_events(self.now_s, node_id, node.incarnation, events))
+        for event in events:
+            self._apply(node, event)
+
+    def resync_end(self, node_id: str, sequence: int) -> None:
+        """The snapshot is complete."""
+        node = self.model.nodes[node_id]
+        self._took(self.core.resync_end(self.now_s, node_id, node.incarnation, sequence))
+        assert [effect.node_id for effect in self.told(types.CountsComplete)] == [node_id]
+        node.sequence, node.lost, node.in_snapshot = sequence, False, False
+
+    # ------------------------------------------------------------------------------------------------------ comparing
+
+    def compare(self) -> None:
+        """Everything both can be asked, except matches."""
+        self.core.check_invariants()
+        self._compare_counts()
+        stats = self.core.stats()
+        live = self.model.live_branches()
+        assert stats.live_branches == len(live)
+        assert stats.tombstones == len(self.model.branches) - len(live)
+        for counter in ("begins", "side_requests", "unannounced_rewrites", "unknown_parents", "revived"):
+            assert stats.counters.get(counter, 0) == self.model.counters[counter], counter
+        views = self.core.branches(self.now_s, limit=1000, include_ended=True)
+        assert [(view.tenant, view.branch_id) for view in views] == sorted(self.model.branches)
+        for view in views:
+            branch = self.model.branches[view.tenant, view.branch_id]
+            assert (view.version, view.state) == (branch.version, branch.state)
+            assert view.parent_branch_id == branch.parent_branch_id
+            assert view.idle_s == self.now_s - branch.heard_s
+            if branch.state is types.BranchState.LIVE:
+                self._compare_branch(view, branch)
+
+    def _compare_counts(self) -> None:
+        counts = self.model.counts()
+        assert {node.node_id for node in self.core.stats().nodes} == set(self.model.nodes)
+        for stats in self.core.stats().nodes:
+            node = self.model.nodes[stats.node_id]
+            mine = {name: count for (node_id, name), count in counts.items() if node_id == stats.node_id}
+            kept = {name: count for names, count in self.core.node_counts(stats.node_id) for name in split_names(names)}
+            assert kept == mine
+            assert stats.held_blocks == len(mine)
+            assert (stats.l1_blocks, stats.l2_blocks) == (len(node.held[Tier.L1]), len(node.held[Tier.L2]))
+            assert stats.incarnation == node.incarnation
+            assert stats.resyncing == (node.lost or node.in_snapshot)
+            if not node.lost and not node.in_snapshot:
+                assert stats.last_event_sequence == node.sequence
+            if stats.node_id not in self.heard:
+                assert {name: count for name, count in self.pushed[stats.node_id].items() if count} == mine
+        settled = {
+            node_id: {name: count for name, count in pushed.items() if count}
+            for node_id, pushed in self.pushed.items()
+            if node_id not in self.heard
+        }
+        report = self.core.audit(settled)
+        assert (report.compared, report.mismatch_count, report.mismatches) == (len(counts), 0, ())
+        assert report.nonzero_after_end == 0
+        kept_somewhere = {name for node in self.model.nodes.values() for held in node.held.values() for name in held}
+        pool = self.core.pool_counts()
+        assert (pool.held_blocks, pool.shared_blocks, pool.zero_blocks) == self.model.held_shared_zero(kept_somewhere)
+
+    def _compare_branch(self, view: types.BranchView, branch: ModelBranch) -> None:
+        assert view.prompt_blocks == len(branch.prompt)
+        assert view.prompt_blocks + view.output_blocks == len(branch.context)
+        assert view.running_requests == len(branch.running())
+        assert view.unannounced_rewrites == branch.unannounced_rewrites
+        homes: dict[Phase, dict[Name, str]] = {phase: {} for phase in Phase}
+        for home in view.homes:
+            for name in branch.context[home.first_block : home.first_block + home.blocks]:
+                assert name not in homes[home.phase]
+                homes[home.phase][name] = home.node_id
+        assert homes == branch.homes
+        assert [home.phase for home in view.homes] == sorted(home.phase for home in view.homes)
+        expected = self.model.held_shared_zero(branch.context)
+        for counts in (view.counts, self.core.context_counts(*branch.key)):
+            assert (counts.held_blocks, counts.shared_blocks, counts.zero_blocks) == expected
+        children = {key[1] for key, parent in self.model.lineage.items() if parent == branch.key}
+        live_children = {child for child in children if self.model.live(branch.key[0], child) is not None}
+        assert set(view.child_branch_ids) == live_children
+        assert len(view.child_branch_ids) == len(live_children)
+
+    def match(self, names: list[Name]) -> None:
+        """Where the blocks of any context are."""
+        self._compare_match(self.core.match(self.now_s, b"".join(names)), names)
+
+    def _compare_match(self, match: Match, names: list[Name]) -> None:
+        model = self.model
+        assert match.blocks == len(names)
+        assert match.pool_blocks == model.pool_depth(names, Tier.L2)
+        assert match.any_blocks == model.pool_depth(names, None)
+        depths = {node: (depth.l1_blocks, depth.l2_blocks, depth.either_blocks) for node, depth in match.nodes.items()}
+        expected = {
+            node: tuple(model.depth(names, node, tier) for tier in (Tier.L1, Tier.L2, None)) for node in model.nodes
+        }
+        assert depths == {node: depth for node, depth in expected.items() if depth[2] > 0}
+        at = 0
+        for run in match.holders:
+            assert run.first_block == at
+            assert run.blocks > 0
+            for name in names[at : at + run.blocks]:
+                assert frozenset(run.l1_nodes) == model.holders(name, Tier.L1)
+                assert frozenset(run.l2_nodes) == model.holders(name, Tier.L2)
+            at += run.blocks
+        assert at <= len(names)
+        assert not any(model.holders(name) for name in names[at:])
+        assert not match.holders or match.holders[-1].l1_nodes or match.holders[-1].l2_nodes
+
+    def block(self, name: Name) -> None:
+        """One block's view."""
+        view = self.core.block(name)
+        holders = self.model.holders(name)
+        branches = self.model.branches_with(name)
+        if not holders and not branches:
+            assert view is None or (not view.copies and not view.branches)
+            return
+        assert view is not None
+        assert view.depth == len(self.paths[name]) - 1
+        assert set(view.branches) == branches
+        prefill, decode = self.model.counts([Phase.PREFILL]), self.model.counts([Phase.DECODE])
+        copies = {copy.node_id: copy for copy in view.copies}
+        assert set(copies) == holders
+        for node_id, copy in copies.items():
+            node = self.model.nodes[node_id]
+            assert (copy.in_l1, copy.in_l2) == (name in node.held[Tier.L1], name in node.held[Tier.L2])
+            assert (copy.prefill_count, copy.decode_count) == (prefill[node_id, name], decode[node_id, name])
+
+
+def assert_raises_unchanged(pair: Pair, error: type[CoreError], call: Callable[[], object]) -> None:
+    """The call is refused and changes nothing."""
+    with pytest.raises(error):
+        call()
+    pair.compare()
+
+
+__all__ = ["Pair", "assert_raises_unchanged", "chain", "common_prefix", "run_ref"]
