@@ -183,7 +183,9 @@ class Life:
             leg.events.put(Sent(transfer_s, size))
             self.end(leg)
 
-    def landed(self, leg: DecodeLeg, pages: Sequence[bytes], first_token: int, transfer_s: float) -> None:
+    def landed(
+        self, leg: DecodeLeg, pages: Sequence[bytes], first_token: int, transfer_s: float, cached_tokens: int
+    ) -> None:
         """The prompt's missing pages are here: decoding begins."""
         if leg.stage is not DecodeStage.PULLING:
             return
@@ -193,7 +195,7 @@ class Life:
         leg.kv.receive(pages)
         leg.output.append(first_token)
         leg.stage = DecodeStage.RUNNING
-        leg.events.put(Started(transfer_s, leg.cached_blocks * self.config.block_tokens, first_token))
+        leg.events.put(Started(transfer_s, cached_tokens, first_token))
         self._batch.append(leg)
         self.publish()
         self._wake.set()

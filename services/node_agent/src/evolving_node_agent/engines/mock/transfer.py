@@ -53,7 +53,7 @@ async def _take_over(life: Life, leg: DecodeLeg) -> None:
     life.pair(source, leg)
     await source.ready.wait()
     pages = [source.kv.page(index) for index in range(leg.cached_blocks, _pages(life, source))]
-    life.landed(leg, pages, source.first_token, 0.0)
+    life.landed(leg, pages, source.first_token, 0.0, len(leg.job.tokens))
     life.sent(source, 0.0, 0)
 
 
@@ -75,7 +75,9 @@ async def _pull_over(life: Life, leg: DecodeLeg, connection: Connection) -> None
             case PagesEnd(first_token):
                 missing = [index for index in wanted if index not in got]
                 if not missing:
-                    life.landed(leg, [got[index] for index in wanted], first_token, life.clock.now_s() - started_s)
+                    pages = [got[index] for index in wanted]
+                    cached_tokens = leg.cached_blocks * life.config.block_tokens
+                    life.landed(leg, pages, first_token, life.clock.now_s() - started_s, cached_tokens)
                     await connection.send(Landed())
                     return
                 if resends == _RESENDS:
