@@ -34,7 +34,7 @@ setup: .venv/.ready ## install everything into .venv
 model: $(MODEL)/.ready ## fetch the small model and convert it
 
 $(MODEL)/.ready: .venv/.ready deploy/model/prepare.py
-	@$(BIN)/python deploy/model/prepare.py --out $(MODEL)
+	@$(BIN)/python deploy/model/prepare.py smollm2 --out $(MODEL)
 	@touch $@
 
 demo: $(MODEL)/.ready ## play an agent's session on a cluster of three nodes (KEEP=1 leaves it running)

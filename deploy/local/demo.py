@@ -275,8 +275,12 @@ def _tool(number: int) -> list[dict[str, str]]:
 def _last_prompt(branch: Branch) -> list[Message]:
     """The prompt of the last turn: the branch's messages without the answer it just got."""
     return [
-        Message(m["role"], m["content"], np.array(m["token_ids"], np.uint32) if m.get("token_ids") else None)
-        for m in branch.messages[:-1]
+        Message(
+            str(message["role"]),
+            str(message["content"]),
+            np.array(message["token_ids"], np.uint32) if "token_ids" in message else None,
+        )
+        for message in branch.messages[:-1]
     ]
 
 

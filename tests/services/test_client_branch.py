@@ -38,9 +38,10 @@ async def client(gateway: ScriptedGateway) -> AsyncIterator[Client]:
     await server.stop(None)
 
 
-def assistant(tokens: int = 8) -> dict[str, str]:
+def assistant(tokens: int = 8) -> dict[str, object]:
     """The scripted model's answer as a message."""
-    return {"role": "assistant", "content": text_of(output_ids(tokens))}
+    ids = output_ids(tokens)
+    return {"role": "assistant", "content": text_of(ids), "token_ids": tuple(ids)}
 
 
 async def test_a_new_branch_has_an_id_of_its_own_and_version_one(client: Client, gateway: ScriptedGateway) -> None:
@@ -57,8 +58,9 @@ async def test_messages_are_appended_after_the_models_answer(client: Client, gat
     await branch.complete(messages=[USER])
     assert list(branch.messages) == [USER, assistant()]
     await branch.complete(append=[TOOL])
-    sent = [{"role": m.role, "content": m.content} for m in gateway.requests[1].chat.messages]
-    assert sent == [USER, assistant(), TOOL]
+    sent = [(m.role, m.content, m.token_ids) for m in gateway.requests[1].chat.messages]
+    answer = ("assistant", text_of(output_ids(8)), pack(output_ids(8)))
+    assert sent == [(*USER.values(), b""), answer, (*TOOL.values(), b"")]
     assert list(branch.messages) == [USER, assistant(), TOOL, assistant()]
     assert branch.tokens == ()
 

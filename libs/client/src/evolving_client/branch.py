@@ -51,11 +51,11 @@ class Branch:
         self._ended = False
 
     @property
-    def messages(self) -> tuple[dict[str, str], ...]:
-        """The context as messages; empty when it is of another form."""
+    def messages(self) -> tuple[dict[str, str | tuple[int, ...]], ...]:
+        """The context as messages; empty when it is of another form. The model's answers carry their "token_ids"."""
         if not isinstance(self._context, ChatContext):
             return ()
-        return tuple({"role": message.role, "content": message.content} for message in self._context.messages)
+        return tuple(message.as_dict() for message in self._context.messages)
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """A branch's context in one of three forms: chat messages, plain text or token ids.
 
-Only the token form repeats the model's own output exactly; messages and text are tokenised anew at every turn, and the
-ids of an output's text may differ from the ids that were sampled. Then reuse ends where they first differ.
+Token ids and messages repeat the model's own output exactly: a branch keeps the ids of each answer it got beside its
+text and sends them verbatim. Text is tokenised anew at every turn, and an output's text may not give the ids that were
+sampled; reuse then ends where they first differ.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from evolving.v1 import gateway_pb2
 from evolving_client.errors import InvalidRequest
 from evolving_client.events import Finished, encode_token_ids
 
-Message = Mapping[str, str]
-"""`{"role": "user", "content": "…"}`; roles as the model's template knows them: system, user, assistant, tool."""
+Message = Mapping[str, object]
+"""`{"role": "user", "content": "…"}`; roles as the model's template knows them: system, user, assistant, tool. An answer
+of the model may carry "token_ids", its output ids, which then stand in the prompt in place of the content."""
 
 Prompt = str | Iterable[Message] | Iterable[int]
 """Text, messages or token ids."""
@@ -23,10 +25,16 @@ Prompt = str | Iterable[Message] | Iterable[int]
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a chat."""
+    """One message of a chat. token_ids: the ids it was generated as; empty for what no model wrote."""
 
     role: str
     content: str
+    token_ids: tuple[int, ...] = ()
+
+    def as_dict(self) -> dict[str, str | tuple[int, ...]]:
+        """The message as a harness writes it."""
+        plain: dict[str, str | tuple[int, ...]] = {"role": self.role, "content": self.content}
+        return {**plain, "token_ids": self.token_ids} if self.token_ids else plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +49,14 @@ class ChatContext:
 
     def answered(self, finished: Finished) -> ChatContext:
         """This context and the output, as the assistant's message."""
-        return ChatContext((*self.messages, ChatMessage("assistant", finished.text)))
+        return ChatContext((*self.messages, ChatMessage("assistant", finished.text, finished.output_token_ids)))
 
     def write_to(self, request: gateway_pb2.GenerateRequest) -> None:
         """Set the request's prompt."""
         request.chat.SetInParent()
         for message in self.messages:
-            request.chat.messages.add(role=message.role, content=message.content)
+            ids = encode_token_ids(message.token_ids)
+            request.chat.messages.add(role=message.role, content=message.content, token_ids=ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +143,12 @@ _FORMS: dict[type[Context], str] = {ChatContext: "messages", TextContext: "text"
 
 
 def _message(item: object) -> ChatMessage:
-    if not isinstance(item, Mapping) or set(item) != {"role", "content"}:
+    if not isinstance(item, Mapping) or set(item) - {"token_ids"} != {"role", "content"}:
         raise InvalidRequest(f'a message is {{"role": "…", "content": "…"}}, not {item!r}')
     role, content = item["role"], item["content"]
     if not isinstance(role, str) or not isinstance(content, str):
         raise InvalidRequest(f"role and content of a message are text: {item!r}")
-    return ChatMessage(role, content)
+    return ChatMessage(role, content, tuple(_token_id(token_id) for token_id in item.get("token_ids", ())))
 
 
 def _token_id(item: object) -> int:
