@@ -107,7 +107,7 @@ async def directory(etcd: Etcd, **settings: object) -> AsyncIterator[Directory]:
     body = asyncio.create_task(run_directory(service))
     try:
         async with asyncio.timeout(WAIT_S):
-            while not service.ready.ready or not service.address:  # noqa: ASYNC110 - readiness has no event
+            while not service.ready.ready or not service.address:
                 await asyncio.sleep(0.01)
                 assert not body.done(), body.exception()
         async with open_channel(service.address) as channel:
@@ -137,6 +137,7 @@ class Node:
     answer_resyncs: bool = True
     error: grpc.aio.AioRpcError | None = None  # why the stream ended
     _heard: dict[bytes, int] = field(default_factory=dict)
+    _channel: Any = None
     _call: Any = None
     _reader: asyncio.Task[None] | None = None
 
@@ -151,8 +152,9 @@ class Node:
 
     async def connect(self, to: Directory, read: bool = True) -> None:
         """Open the stream and say hello. Without `read` nothing that comes is ever looked at."""
-        self._heard, self.complete, self.count_sequences, self.error = {}, False, [], None
-        self._call = to.internal.ConnectNode()
+        self._heard, self.complete, self.acknowledged, self.count_sequences, self.error = {}, False, 0, [], None
+        self._channel = open_channel(to.service.address)
+        self._call = directory_pb2_grpc.DirectoryServiceStub(self._channel).ConnectNode()
         hello = directory_pb2.NodeHello(
             partition_id="p0",
             node_id=self.node_id,
@@ -170,6 +172,7 @@ class Node:
         if self._reader is not None:
             await asyncio.gather(self._reader, return_exceptions=True)
             self._reader = None
+        await self._channel.close()
 
     async def send(self, **event: Any) -> None:
         """One event."""

@@ -6,7 +6,6 @@ from contextlib import AsyncExitStack
 
 import grpc
 import grpc.aio
-import pytest
 from directory_harness import KEYS, Directory, Node, blocks_of, context, directory, split_record
 from etcd_process import Etcd
 from planner_harness import eventually, join, leave, open_store

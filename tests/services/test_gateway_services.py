@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator
+from typing import TypeAlias
 
 import grpc
 import grpc.aio

@@ -99,6 +99,7 @@ class Host:
         self.carry_out(effects)
         if not resyncs:  # what an earlier stream did not deliver is lost, so all counts are sent again
             self.send_all_counts(node_id)
+            outbox.acknowledge(max(0, hello.next_sequence - 1))
 
     def send_all_counts(self, node_id: str) -> None:
         """Bring a node whose copies are known here to this directory's counts."""
