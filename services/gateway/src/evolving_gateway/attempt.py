@@ -25,6 +25,7 @@ from evolving_gateway.nodes import Cluster, Node
 from evolving_gateway.router import ModelFacts, Router
 from evolving_gateway.token_ids import to_wire
 
+_LAST_WORD_S = 1.0
 _EVENTS_MAX = 256  # beyond that a slow client slows the engine's stream, by HTTP/2 flow control
 
 
@@ -133,6 +134,7 @@ class Attempt:
         self._taken = False
         self._prefilled = False
         self._landed = False
+        self._finished = False
         self._held: list[AttemptEvent] = []  # of the decode leg, until the first token is known
         self.report = Report()
 
@@ -147,6 +149,8 @@ class Attempt:
                     raise event
                 yield event
                 if isinstance(event, Ended):
+                    # All KV is at D; P's last word on it is a moment away and no reason to abort the leg there.
+                    await asyncio.wait(self._tasks, timeout=_LAST_WORD_S)
                     return
         finally:
             stop_listening()
@@ -279,8 +283,8 @@ class Attempt:
         try:
             async for response in call:
                 await self._take_decode(node, response)
-            # After `finished` nobody reads any more; a stream that ends without it is a failure.
-            await self._fail(node.node_id, grpc.StatusCode.INTERNAL, "STREAM_ENDED", "decode ended early")
+            if not self._finished:
+                await self._fail(node.node_id, grpc.StatusCode.INTERNAL, "STREAM_ENDED", "decode ended early")
         except grpc.aio.AioRpcError as error:
             detail = parse_error(error)
             blamed = self._plan.node.node_id if detail.reason == "SOURCE_LOST" else node.node_id
@@ -326,6 +330,7 @@ class Attempt:
                 await self._finish(node, response.finished)
 
     async def _finish(self, node: Node, finished: node_agent_pb2.DecodeFinished) -> None:
+        self._finished = True
         if finished.reason:
             await self._emit(Ended(finished.reason))
         else:

@@ -87,6 +87,7 @@ class Request:
         self._recovery = Recovery(desk.settings.attempts_max, desk.settings.recover_s, progress_s=arrived_s)
         self._match = NOWHERE
         self._version = 0
+        self._begun_s = 0.0
         self._requotes = 0
         self._prefill_node_id = ""
         self._report = Report()
@@ -97,6 +98,7 @@ class Request:
         Raises ServiceError subclasses. However it ends, both legs are aborted, and the directory learns of the end
         unless a later call with the same request id goes on with it.
         """
+        self._begun_s = self._desk.clock.now_s()
         owed = True  # the directory may have heard of the request
         try:
             try:
@@ -168,6 +170,8 @@ class Request:
         """One attempt. Raises Requoted, RoleSwitched, LegFailed."""
         attempt = Attempt(self._job(), self._plan(score), self._desk.cluster, self._desk.router)
         self._desk.metrics.attempts.inc()
+        if not self._prefill_node_id:
+            self._desk.metrics.route.observe(self._desk.clock.now_s() - self._begun_s)
         self._prefill_node_id, self._report = score.node_id, attempt.report
         _log.debug("routed", node_id=score.node_id, reason=decision.reason, candidates=decision.candidates)
         async with aclosing(attempt.run()) as events:
