@@ -186,7 +186,8 @@ class LocalCluster:
         self.start_service("directory", "directory", 0)
         for index in range(self.spec.planners):
             self.start_service(_numbered("planner", index), "planner", 0, "--initial-split", self.spec.initial_split)
-        tokenizer = ["--tokenizer-path", str(self.spec.model_path)] if self.spec.engine == "sglang" else []
+        has_tokenizer = (self.spec.model_path / "tokenizer.json").exists()
+        tokenizer = ["--tokenizer-path", str(self.spec.model_path)] if has_tokenizer else []
         for index in range(self.spec.gateways):
             port = self.spec.gateway_port + index if self.spec.gateway_port else 0
             self.start_service(_numbered("gateway", index), "gateway", port, *tokenizer)
@@ -194,8 +195,11 @@ class LocalCluster:
     def start_node(self, node_id: str) -> None:
         """Start one node agent with its engine."""
         flags = ["--node-id", node_id, "--engine", self.spec.engine]
+        config = self.spec.model_path / "config.json"
         if self.spec.engine == "sglang":
             flags += ["--model-path", str(self.spec.model_path)]
+        elif config.exists():  # the gateway's tokenizer and the mock must agree
+            flags += ["--mock-vocabulary-tokens", str(json.loads(config.read_text())["vocab_size"])]
         self.start_service(node_id, "node-agent", 0, *flags, *self.spec.node_flags)
 
     def start_service(self, name: str, kind: str, port: int, *flags: str) -> None:
@@ -326,7 +330,9 @@ def _left(waiting: Sequence[str]) -> str:
     return f"; waiting for {', '.join(waiting)}" if waiting else ""
 
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, help="A cluster on this machine.")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="A cluster on this machine."
+)
 
 
 @app.command()

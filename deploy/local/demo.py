@@ -31,6 +31,7 @@ from evolving.internal.v1 import node_agent_pb2, node_agent_pb2_grpc
 from evolving.runtime.clock import SystemClock
 from evolving.runtime.etcd import EtcdStore
 from evolving.runtime.keys import Keys, NodeRegistration, decode
+from evolving.runtime.log import configure
 from evolving.v1 import common_pb2, directory_pb2, directory_pb2_grpc, planner_pb2, planner_pb2_grpc
 from evolving_client import Branch, Client, EvolvingError, Finished, Tokens
 from evolving_gateway.tokens import Message, Tokenizer
@@ -105,10 +106,13 @@ class Demo:
         branch, old = story.branch, story.names
         generation = branch.generate(append=append, max_tokens=MAX_TOKENS)
         side: asyncio.Task[None] | None = None
+        finished: Finished | None = None
         async for item in generation:
             if during and side is None and isinstance(item, Tokens):
                 side = asyncio.create_task(during())
-        finished = await generation.finish()
+            if isinstance(item, Finished):
+                finished = item
+        assert finished, "a generation ends with it or with an error"
         if side:
             await side
         prompt = await self.tokenizer.encode_chat(_last_prompt(branch))
@@ -346,6 +350,7 @@ def main(
 ) -> None:
     """Play an agent's session on a cluster of this machine."""
     spec = ClusterSpec(state_dir=state_dir, nodes=nodes, engine=engine, model_path=model_path)
+    configure("demo", level="warning")
     cluster = LocalCluster(spec, say=lambda line: console.print(f"  {line}", highlight=False))
     began = time.monotonic()
     console.print(
@@ -397,4 +402,6 @@ def report(result: dict[str, Any], seconds: float) -> None:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    app()
