@@ -235,6 +235,11 @@ def test_a_lost_nodes_copies_mean_nothing_at_once_and_are_swept_in_slices(rng: r
 # ---------------------------------------------------------------------------------------------------------------- life
 
 
+def prefix_length(nodes: list[set[str]]) -> int:
+    """Leading blocks that some node holds."""
+    return next((at for at, holding in enumerate(nodes) if not holding), len(nodes))
+
+
 class Naive:
     """Every block on its own: who holds it, and which context it ends."""
 
@@ -262,30 +267,23 @@ class Naive:
     def check(self, names: list[bytes], match: Match) -> None:
         """A match says just what the blocks say one by one."""
 
-        def depth(holds: object) -> int:
-            assert callable(holds)
-            return next((at for at, name in enumerate(names) if not holds(name)), len(names))
-
-        l1, l2 = (lambda name: self.nodes(name, Tier.L1)), (lambda name: self.nodes(name, Tier.L2))
+        l1 = [self.nodes(name, Tier.L1) for name in names]
+        l2 = [self.nodes(name, Tier.L2) for name in names]
+        either = [one | other for one, other in zip(l1, l2, strict=True)]
         assert match.blocks == len(names)
-        assert match.pool_blocks == depth(l2)
-        assert match.any_blocks == depth(lambda name: l1(name) | l2(name))
-        first = l1(names[0]) | l2(names[0]) if names else set()
+        assert match.pool_blocks == prefix_length(l2)
+        assert match.any_blocks == prefix_length(either)
         assert match.nodes == {
-            node: NodeDepth(
-                depth(lambda name, n=node: n in l1(name)),
-                depth(lambda name, n=node: n in l2(name)),
-                depth(lambda name, n=node: n in l1(name) | l2(name)),
-            )
-            for node in first
+            node: NodeDepth(*(prefix_length([nodes & {node} for nodes in each]) for each in (l1, l2, either)))
+            for node in (either[0] if either else ())
         }
         at = 0
         for run in match.holders:
             assert run.first_block == at
-            for name in names[at : at + run.blocks]:
-                assert (set(run.l1_nodes), set(run.l2_nodes)) == (l1(name), l2(name))
+            for depth in range(at, at + run.blocks):
+                assert (set(run.l1_nodes), set(run.l2_nodes)) == (l1[depth], l2[depth])
             at += run.blocks
-        assert not any(l1(name) | l2(name) for name in names[at:])
+        assert not any(either[at:])
 
 
 class Life:
@@ -380,8 +378,7 @@ class Life:
             assert b"".join(part.names for part in self.index.path(run)) == names
         names = self.context()
         self.naive.check(split_names(names), self.index.match(names))
-        run, depth = self.index.deepest(None, 0, names)
-        assert (run, depth) == self.index.walk(None, 0, names)
+        assert self.index.deepest(None, 0, names) == self.index.walk(None, 0, names)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -167,9 +167,13 @@ class Match:
         """Who holds which blocks: gapless runs from block 0 to the last block any node holds; one held by nobody has no
         nodes."""
         runs: list[HolderRun] = []
+        nodes: dict[int, tuple[str, ...]] = {}
         end = self.known_blocks
         for first_block, l1, l2 in reversed(self.stretches):
-            l1_nodes, l2_nodes = self._nodes(l1), self._nodes(l2)
+            for mask in (l1, l2):
+                if mask not in nodes:
+                    nodes[mask] = self._nodes(mask)
+            l1_nodes, l2_nodes = nodes[l1], nodes[l2]
             if runs or l1_nodes or l2_nodes:
                 runs.append(HolderRun(first_block, end - first_block, l1_nodes, l2_nodes))
             end = first_block
