@@ -99,6 +99,8 @@ async def test_a_prompt_is_text_or_messages_or_token_ids(client: Client, gateway
         {"messages": ["hi"]},
         {"messages": [{"role": "user"}]},
         {"messages": [{"role": "user", "content": "x", "name": "y"}]},
+        {"messages": [{"role": "assistant", "content": "x", "token_ids": None}]},
+        {"messages": [{"role": "assistant", "content": "x", "token_ids": "12"}]},
         {"text": "a", "max_tokens": -1},
         {"text": "a", "max_tokens": "many"},
         {"text": "a", "stop": "\n"},

@@ -16,8 +16,9 @@ from evolving_client.errors import InvalidRequest
 from evolving_client.events import Finished, encode_token_ids
 
 Message = Mapping[str, object]
-"""`{"role": "user", "content": "…"}`; roles as the model's template knows them: system, user, assistant, tool. An answer
-of the model may carry "token_ids", its output ids, which then stand in the prompt in place of the content."""
+"""`{"role": "user", "content": "…"}`; roles as the model's template knows them: system, user, assistant, tool.
+
+An answer of the model may carry "token_ids", its output ids, which then stand in the prompt in place of the content."""
 
 Prompt = str | Iterable[Message] | Iterable[int]
 """Text, messages or token ids."""
@@ -148,7 +149,10 @@ def _message(item: object) -> ChatMessage:
     role, content = item["role"], item["content"]
     if not isinstance(role, str) or not isinstance(content, str):
         raise InvalidRequest(f"role and content of a message are text: {item!r}")
-    return ChatMessage(role, content, tuple(_token_id(token_id) for token_id in item.get("token_ids", ())))
+    token_ids = item.get("token_ids", ())
+    if not isinstance(token_ids, Iterable):
+        raise InvalidRequest(f"token_ids of a message are whole numbers: {token_ids!r}")
+    return ChatMessage(role, content, tuple(_token_id(token_id) for token_id in token_ids))
 
 
 def _token_id(item: object) -> int:
