@@ -149,8 +149,8 @@ class Attempt:
                     raise event
                 yield event
                 if isinstance(event, Ended):
-                    # All KV is at D; P's last word on it is a moment away and no reason to abort the leg there.
-                    await asyncio.wait(self._tasks, timeout=_LAST_WORD_S)
+                    if self._finished:  # D has all KV; P's last word on it is a moment away: no reason to abort it
+                        await asyncio.wait(self._tasks, timeout=_LAST_WORD_S)
                     return
         finally:
             stop_listening()
