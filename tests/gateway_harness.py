@@ -176,7 +176,7 @@ class ScriptedNode(node_agent_pb2_grpc.NodeAgentServiceServicer):
             last = (
                 request.generated_tokens + 1 == request.sampling.max_tokens or first in request.sampling.stop_token_ids
             )
-            finish = common_finish(request, first) if last else 0
+            finish = common_finish(request, first) if last else gateway_pb2.FINISH_REASON_UNSPECIFIED
             cached = gateway_pb2.CachedTokens(own_l1=16, own_l2=32, peer_l2=0) if len(context_ids) > 64 else None
             yield self._said(
                 prefilled=node_agent_pb2.Prefilled(first_token=first, cached=cached, prefill_s=0.5, finish=finish)
@@ -192,6 +192,12 @@ class ScriptedNode(node_agent_pb2_grpc.NodeAgentServiceServicer):
 
     def _said(self, wait_s: float = 0.0, **event: object) -> node_agent_pb2.PrefillResponse:
         return node_agent_pb2.PrefillResponse(wait_s=wait_s, epoch=self.status.epoch, **event)  # type: ignore[arg-type]
+
+    async def Abort(self, request, context):  # type: ignore[no-untyped-def]
+        return node_agent_pb2.AbortResponse(found=request.leg_id in self.running)
+
+    async def ReadDigests(self, request, context):  # type: ignore[no-untyped-def]
+        raise NotImplementedError
 
     async def Decode(self, request, context):  # type: ignore[no-untyped-def]
         self.decodes.append(request)
@@ -210,7 +216,7 @@ class ScriptedNode(node_agent_pb2_grpc.NodeAgentServiceServicer):
                 index = len(ids) - prompt
                 if script.pause_at is not None and index >= script.pause_at:
                     await script.resume.wait()
-                new = []
+                new: list[int] = []
                 while len(new) < script.tokens_a_message and len(ids) - prompt < request.sampling.max_tokens:
                     ids.append(script.next_id(ids, prompt))
                     new.append(ids[-1])
@@ -231,7 +237,7 @@ class ScriptedNode(node_agent_pb2_grpc.NodeAgentServiceServicer):
                 self.running.discard(request.leg_id)
 
 
-def common_finish(request: node_agent_pb2.PrefillRequest, first: int) -> int:
+def common_finish(request: node_agent_pb2.PrefillRequest, first: int) -> gateway_pb2.FinishReason.ValueType:
     """Why a request ends with its first token."""
     stops = first in request.sampling.stop_token_ids
     return gateway_pb2.FINISH_REASON_STOP if stops else gateway_pb2.FINISH_REASON_LENGTH
@@ -283,6 +289,9 @@ class ScriptedDirectory(directory_pb2_grpc.DirectoryServiceServicer):
         self.ended.append(request)
         return directory_pb2.EndResponse(ended_branch_ids=request.branch_ids)
 
+    async def ConnectNode(self, request_iterator, context):  # type: ignore[no-untyped-def, override]
+        raise NotImplementedError
+
     async def ReadBranch(self, request, context):  # type: ignore[no-untyped-def]
         if request.branch_id == "none":
             await abort_with(context, ErrorDetail(grpc.StatusCode.NOT_FOUND, "NOT_FOUND", "no such branch"))
@@ -318,11 +327,16 @@ class Bench:
         """A metric of the gateway; 0 when it has no such sample yet."""
         return self.service.metrics.registry.get_sample_value(f"evolving_{name}", labels) or 0.0
 
-    def generate(self, prompt: Sequence[int] = (), **fields: object) -> Stream:
+    def generate(
+        self,
+        prompt: Sequence[int] = (),
+        *,
+        timeout: float | None = WAIT_S,
+        request: gateway_pb2.GenerateRequest | None = None,
+        **fields: object,
+    ) -> Stream:
         """Call Generate with token ids; other fields as in the request."""
-        timeout = fields.pop("timeout", WAIT_S)
-        request = fields.pop("request", None) or gateway_pb2.GenerateRequest(**fields)  # type: ignore[arg-type]
-        assert isinstance(request, gateway_pb2.GenerateRequest)
+        request = request or gateway_pb2.GenerateRequest(**fields)  # type: ignore[arg-type]
         if prompt:
             request.token_ids = ids_bytes(prompt)
         return Stream(self.stub.Generate(request, timeout=timeout))
@@ -341,7 +355,7 @@ class Stream:
     async def read(self) -> str | None:
         """The next message's kind, checking that no index comes twice and none is left out; None at the end."""
         message = await self.call.read()
-        if message is grpc.aio.EOF:
+        if not isinstance(message, gateway_pb2.GenerateResponse):
             return None
         kind = message.WhichOneof("event")
         assert self.finished is None, f"{kind} after finished"
@@ -381,7 +395,7 @@ async def bench(*node_ids: str, directory: bool = True, **settings: object) -> A
     nodes = {node_id: ScriptedNode(node_id) for node_id in node_ids}
     scripted = ScriptedDirectory()
     await scripted.start()
-    service = Service(GatewaySettings(**{"metrics_listen": "", "grace_s": 5.0, **settings}), SystemClock())  # type: ignore[arg-type]
+    service = Service(GatewaySettings(**{"metrics_listen": "", "grace_s": 5.0, **settings}), SystemClock())
     if directory:
         record = ServiceRegistration("directory", "d", scripted.address, "0", 0.0)
         await store.put(KEYS.service("directory", "d"), encode(record))

@@ -194,4 +194,4 @@ def test_hints_name_holders_only_without_gap_or_overlap(held: list[set[str]], fi
 @pytest.mark.parametrize("field", ["kv_bytes_per_token", "fetch_bytes_per_s", "tie_share", "fetch_fixed_s"])
 def test_config_is_checked(field: str) -> None:
     with pytest.raises(ValueError, match=field):
-        replace(CONFIG, **{field: -1.0})
+        replace(CONFIG, **{field: -1.0})  # type: ignore[arg-type]

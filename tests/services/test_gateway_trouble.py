@@ -28,10 +28,10 @@ async def finish(stream: Stream) -> gateway_pb2.GenerateFinished:
     return finished
 
 
-async def queued_at(it: Bench, node_id: str, **fields: object) -> Stream:
+async def queued_at(it: Bench, node_id: str, branch: common_pb2.BranchMetadata | None = None) -> Stream:
     """A request that waits in this node's queue."""
     it.nodes[node_id].script.take.clear()
-    stream = it.generate(PROMPT, sampling=SAMPLING, **fields)
+    stream = it.generate(PROMPT, sampling=SAMPLING, branch=branch)
     await stream.until(lambda: bool(stream.started))
     assert stream.started[-1].prefill_node_id == node_id
     return stream
