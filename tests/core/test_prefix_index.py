@@ -339,7 +339,6 @@ class Life:
         names = self.context()
         run, depth = self.index.deepest(None, 0, names)
         rest = names[depth * NAME_BYTES :]
-        self.index.check_new(depth, rest)
         end = self.index.extend(run, depth, rest)
         if end is not None:
             end.tips += 1

@@ -107,7 +107,6 @@ def _first_time(
     kind = _kind(branch, event, common)
     tip = None
     if kind is not BeginKind.SIDE:
-        state.index.check_new(position.depth, position.rest)
         tip = state.index.extend(position.run, position.depth, position.rest)
     effects: list[Effect] = []
     version = event.version or (1 if branch is None else branch.version)

@@ -88,7 +88,10 @@ def node_events(
     for event in events:
         try:
             _apply(state, node, event, effects)
-        except (UnknownParent, BrokenChain) as error:
+        except UnknownParent as error:
+            return effects + _ask_resync(state, node, f"batch {sequence}: {error}")
+        except BrokenChain as error:
+            state.counts.drop_copies(node)  # how many of the event's copies were added is not known
             return effects + _ask_resync(state, node, f"batch {sequence}: {error}")
     node.last_sequence = sequence
     return effects
@@ -141,6 +144,9 @@ def resync_events(state: DirectoryState, node_id: str, incarnation: str, events:
             _apply(state, node, event, effects)
         except UnknownParent as error:
             raise InvalidArgument(f"snapshot of {node_id}: {error}") from error
+        except BrokenChain:
+            state.counts.drop_copies(node)  # as above; the snapshot is worth nothing
+            raise
     return effects
 
 

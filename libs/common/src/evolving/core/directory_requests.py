@@ -60,7 +60,6 @@ def output(state: DirectoryState, now_s: float, event: Output) -> list[Effect]:
     if fresh:
         run, depth = state.index.deepest(branch.tip, branch.blocks, fresh)
         rest = fresh[(depth - branch.blocks) * NAME_BYTES :]
-        state.index.check_new(depth, rest)
         tip = state.index.extend(run, depth, rest)
         state.counts.set_context(branch, tip, end, branch.blocks, "output", effects)
         request.valid_blocks = end

@@ -119,11 +119,19 @@ class PrefixIndex(RunTree):
     def add_copies(self, bit: int, tier: Tier, ref: RunRef) -> Change:
         """A node holds the blocks of a checked run in a tier.
 
-        Raises UnknownParent, BrokenChain; then blocks before the offending one may have been added.
+        Raises UnknownParent, and has added nothing; BrokenChain, and may have added blocks before the offending one.
         """
+        above, depth = self._locate(ref)
+        try:
+            return self._add_below(above, depth, bit, tier, ref)
+        except BrokenChain:
+            self.prune(above)  # perhaps made only to hang these blocks below
+            raise
+
+    def _add_below(self, run: Run | None, depth: int, bit: int, tier: Tier, ref: RunRef) -> Change:
+        """Add the blocks of `ref` that are meant below a position."""
         names, end = ref.names, len(ref.names)
         l1, l2 = (bit, 0) if tier is Tier.L1 else (0, bit)
-        run, depth = self._locate(ref)
         at = ref.skip * NAME_BYTES
         added = 0
         touched: list[Touched] = []
@@ -132,7 +140,6 @@ class PrefixIndex(RunTree):
                 child = self._by_name.get(names[at : at + NAME_BYTES])
                 if child is None:
                     rest = names[at:]
-                    self.check_new(depth, rest)
                     self.grow(run, depth, rest, l1, l2)
                     added += len(rest) // NAME_BYTES
                     break
@@ -164,7 +171,6 @@ class PrefixIndex(RunTree):
             before = ref.names[: ref.skip * NAME_BYTES]
             run, depth = self.walk(None, 0, before)
             if depth < ref.skip:
-                self.check_new(depth, ref.names[depth * NAME_BYTES :])
                 run = self.extend(run, depth, before[depth * NAME_BYTES :])
             return run, ref.skip
         run = self._by_name.get(ref.names[:NAME_BYTES])
@@ -289,17 +295,16 @@ class PrefixIndex(RunTree):
             if any_blocks < 0 and not (run_l1 | run_l2) & live:
                 any_blocks = start
             if l1 & run_l1 != l1:
-                l1_ends.update(dict.fromkeys(self.nodes_of(l1 & ~run_l1), start))
+                self._end(l1_ends, l1 & ~run_l1, start)
                 l1 &= run_l1
             if l2 & run_l2 != l2:
-                l2_ends.update(dict.fromkeys(self.nodes_of(l2 & ~run_l2), start))
+                self._end(l2_ends, l2 & ~run_l2, start)
                 l2 &= run_l2
             if either & (run_l1 | run_l2) != either:
-                either_ends.update(dict.fromkeys(self.nodes_of(either & ~(run_l1 | run_l2)), start))
+                self._end(either_ends, either & ~(run_l1 | run_l2), start)
                 either &= run_l1 | run_l2
         for left, ends in ((l1, l1_ends), (l2, l2_ends), (either, either_ends)):
-            if left:
-                ends.update(dict.fromkeys(self.nodes_of(left), end))
+            self._end(ends, left, end)
         return Match(
             blocks,
             end if pool_blocks < 0 else pool_blocks,
@@ -309,3 +314,8 @@ class PrefixIndex(RunTree):
             end,
             self._slots_seen,
         )
+
+    def _end(self, ends: dict[str, int], mask: int, depth: int) -> None:
+        """What the nodes of a mask hold without a gap ends at `depth`."""
+        for node in self.nodes_of(mask):
+            ends[node] = depth

@@ -147,21 +147,30 @@ class RefCounts:
             self.move(branch, phase, first, end, node, reason, effects)
 
     def pieces(self, tip: Run | None, first: int, end: int) -> Iterator[Run]:
-        """The runs of a path that make up exactly the blocks [first, end), deepest first; splits at both ends."""
+        """The runs of a path that make up exactly the blocks [first, end), deepest first; splits at both ends before it
+        gives the first. Raises BrokenChain."""
+        run = self._run_before(tip, end)
+        if run.start + run.size > end:
+            run = self._index.split(run, end - run.start)
+        lowest = self._run_before(run, first + 1)
+        if lowest.start < first:
+            self._index.split(lowest, first - lowest.start)
+        while True:
+            above = run.parent
+            yield run
+            if run is lowest:
+                return
+            assert above is not None
+            run = above
+
+    @staticmethod
+    def _run_before(tip: Run | None, end: int) -> Run:
+        """The run on a path with block end - 1."""
         run = tip
         while run is not None and run.start >= end:
             run = run.parent
         assert run is not None
-        if run.start + run.size > end:
-            run = self._index.split(run, end - run.start)
-        while True:
-            assert run is not None
-            if run.start < first:
-                self._index.split(run, first - run.start)
-            yield run
-            if run.start <= first:
-                return
-            run = run.parent
+        return run
 
     def _join(self, run: Run, node: Node, phase: Phase, reason: str, effects: list[Effect]) -> None:
         """One more branch has its home of this run there."""

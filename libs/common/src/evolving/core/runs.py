@@ -69,30 +69,28 @@ class RunTree:
 
     # ------------------------------------------------------------------------------------------------------- the moves
 
-    def check_new(self, start: int, names: bytes) -> None:
-        """Raise BrokenChain when names that are to be added at depth `start` are indexed already: then they aren't new
-        chained digests. Names not indexed are taken on trust, until a split would index them."""
-        by_name = self._by_name
-        if names and names[:NAME_BYTES] in by_name:
-            raise BrokenChain(f"block {start} is known under another parent")
-        for at in range(-start % ANCHOR_BLOCKS * NAME_BYTES, len(names), ANCHOR_BYTES):
-            if names[at : at + NAME_BYTES] in by_name:
-                raise BrokenChain(f"block {start + at // NAME_BYTES} is known under another parent")
-
     def grow(self, parent: Run | None, start: int, names: bytes, l1: int = 0, l2: int = 0) -> Run:
-        """Add checked new blocks below the end of `parent` (None: at the root); returns the run that ends them.
+        """Add new blocks below the end of `parent` (None: at the root); returns the run that ends them.
 
-        A leaf with the same state, and no tip to keep in place, is extended instead of getting a child.
+        A leaf with the same state, and no tip to keep in place, is extended instead of getting a child. Raises
+        BrokenChain, and changes nothing, when a name to be indexed is indexed already: then they aren't new chained
+        digests. Other names are taken on trust, until a split would index them.
         """
-        self.block_count += len(names) // NAME_BYTES
         limit = self._run_blocks_max * NAME_BYTES
         at = 0
+        if parent is not None and (parent.children, parent.tips, parent.homes, parent.l1, parent.l2) == (
+            0,
+            0,
+            None,
+            l1,
+            l2,
+        ):
+            at = min(limit - len(parent.names), len(names))
+        self._check_new(start, names, at, limit)
+        self.block_count += len(names) // NAME_BYTES
         if parent is not None:
-            if parent.children == 0 and parent.tips == 0 and parent.homes is None:
-                room = limit - len(parent.names)
-                if room > 0 and parent.l1 == l1 and parent.l2 == l2:
-                    at = min(room, len(names))
-                    self._lengthen(parent, names if at == len(names) else names[:at])
+            if at:
+                self._lengthen(parent, names if at == len(names) else names[:at])
             if at < len(names):
                 parent.children += 1
         last = parent
@@ -107,9 +105,19 @@ class RunTree:
         assert last is not None, "grow needs blocks or a parent"
         return last
 
+    def _check_new(self, start: int, names: bytes, at: int, limit: int) -> None:
+        """Raise BrokenChain unless all names that get indexed are new: anchors, and every `limit` bytes from `at` on
+        the first of a run."""
+        anchors = range(-start % ANCHOR_BLOCKS * NAME_BYTES, len(names), ANCHOR_BYTES)
+        firsts = range(at, len(names), limit)
+        places = {*anchors, *firsts} if firsts else anchors
+        fresh = {names[place : place + NAME_BYTES] for place in places}
+        if len(fresh) != len(places) or not self._by_name.keys().isdisjoint(fresh):
+            raise BrokenChain(f"a block from depth {start} on is known under another parent")
+
     def extend(self, run: Run | None, depth: int, names: bytes) -> Run | None:
-        """Put checked new blocks (perhaps none) below a position: depth `depth`, in `run` or at its end (None: the
-        root). Returns the run that ends there."""
+        """Put new blocks (perhaps none) below a position: depth `depth`, in `run` or at its end (None: the root).
+        Returns the run that ends there. Raises BrokenChain; then at most a run was cut in two."""
         if run is not None and depth < run.start + run.size:
             run = self.split(run, depth - run.start)
         return self.grow(run, depth, names) if names else run
