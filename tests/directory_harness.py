@@ -103,7 +103,7 @@ class Directory:
 async def directory(etcd: Etcd, **settings: object) -> AsyncIterator[Directory]:
     """A directory that is ready."""
     values = {"etcd_endpoints": etcd.endpoints, "etcd_timeout_s": 2.0, "grace_s": 2.0, "metrics_listen": ""}
-    service = Service(DirectorySettings(**{**values, **settings}), SystemClock())  # type: ignore[arg-type]
+    service = Service(DirectorySettings(**{**values, **settings}), SystemClock())
     body = asyncio.create_task(run_directory(service))
     try:
         async with asyncio.timeout(WAIT_S):

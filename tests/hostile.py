@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -30,7 +31,8 @@ async def send_random_bytes(
     async def send(method: str, payload: bytes) -> None:
         async with gate:
             try:
-                await channel.unary_unary(method)(payload, timeout=_TIMEOUT_S)
+                call: Any = channel.unary_unary(method)  # raw: bytes in, bytes out
+                await call(payload, timeout=_TIMEOUT_S)
                 seen[grpc.StatusCode.OK] += 1
             except grpc.aio.AioRpcError as error:
                 seen[error.code()] += 1
@@ -46,7 +48,8 @@ async def stream_random_bytes(
     generator = random.Random(seed)
     seen: Counter[grpc.StatusCode] = Counter()
     for _ in range(count):
-        call = channel.stream_stream(method)(timeout=_TIMEOUT_S)
+        open_stream: Any = channel.stream_stream(method)
+        call = open_stream(timeout=_TIMEOUT_S)
         try:
             for payload in (*first, generator.randbytes(generator.randint(1, LONGEST_BYTES))):
                 await call.write(payload)

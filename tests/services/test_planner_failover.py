@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import cast
 
@@ -20,7 +21,7 @@ from planner_harness import (
     planner_process,
 )
 
-from evolving.core.planner import SplitShape
+from evolving.core import planner as core_planner
 from evolving.internal.v1 import planner_pb2 as internal_pb2
 from evolving.runtime.clock import SystemClock
 from evolving.runtime.election import Election
@@ -28,11 +29,13 @@ from evolving.runtime.etcd import EtcdStore
 from evolving.runtime.keys import Split, decode
 from evolving.runtime.metrics import Metrics
 from evolving.runtime.store import Fenced, Guard
-from evolving.v1 import planner_pb2
+from evolving.v1 import common_pb2, planner_pb2
 from evolving.wire.status import parse_error
 from evolving_planner.metrics import PlannerMetrics
 from evolving_planner.office import Office
 from evolving_planner.view import View
+
+P, D = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 
 
 def to_shape(prefill: int, decode: int) -> planner_pb2.ProposeSplitRequest:
@@ -118,9 +121,14 @@ class FormerLeader:
     def fence(self) -> Guard:
         return self._guard
 
-    async def leadership_changes(self):  # type: ignore[no-untyped-def]
+    async def leadership_changes(self) -> AsyncIterator[bool]:
         yield True
         await asyncio.Event().wait()
+
+
+def to_2p1d(split: core_planner.Split, live: frozenset[str], _share: float) -> core_planner.Decision:
+    shape = core_planner.SplitShape(2, 1)
+    return core_planner.propose_shape(split, live, shape, expected_epoch=0, reason="", author="former", now_s=0.0)
 
 
 async def test_a_former_leader_that_does_not_know_it_is_refused(etcd: Etcd) -> None:
@@ -146,20 +154,12 @@ async def test_a_former_leader_that_does_not_know_it_is_refused(etcd: Etcd) -> N
             try:
                 await asyncio.wait_for(view.loaded.wait(), 30)
                 with pytest.raises(Fenced):
-                    await office.propose(
-                        lambda split, live, _share: _propose(split, live, SplitShape(2, 1)),
-                    )
+                    await office.propose(to_2p1d)
             finally:
                 for loop in loops:
                     loop.cancel()
                 await asyncio.gather(*loops, return_exceptions=True)
             assert await stored_split(store) == before
-
-
-def _propose(split, live, shape):  # type: ignore[no-untyped-def]
-    from evolving.core.planner import propose_shape
-
-    return propose_shape(split, live, shape, expected_epoch=0, reason="", author="former", now_s=0.0)
 
 
 async def test_the_decision_of_a_leader_that_died_before_keeping_it_is_found_by_the_next(etcd: Etcd) -> None:
@@ -214,9 +214,7 @@ async def test_without_etcd_reads_go_on_and_nothing_is_written(etcd: Etcd) -> No
         assert parse_error(error.value).reason == "NOT_LEADER"
         await etcd.restart(etcd.members[0])
         await eventually(client.leads)
-        swapped = planner_pb2.RoleChanges(
-            roles={node: 3 - role for node, role in split.roles.items()}  # PREFILL is 1, DECODE is 2
-        )
+        swapped = planner_pb2.RoleChanges(roles={node: P if role == D else D for node, role in split.roles.items()})
         answer = await client.public.ProposeSplit(planner_pb2.ProposeSplitRequest(changes=swapped), timeout=10)
         assert answer.split.epoch > split.epoch
         assert dict(answer.split.roles) == dict(swapped.roles)

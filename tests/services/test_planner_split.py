@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import grpc.aio
 import pytest
@@ -16,12 +18,12 @@ from evolving.wire.status import ErrorDetail, parse_error
 P, D, M = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE, common_pb2.ROLE_MIXED
 
 
-def shape(prefill: int, decode: int, **more: object) -> planner_pb2.ProposeSplitRequest:
+def shape(prefill: int, decode: int, **more: Any) -> planner_pb2.ProposeSplitRequest:
     counts = planner_pb2.SplitShape(prefill_nodes=prefill, decode_nodes=decode)
     return planner_pb2.ProposeSplitRequest(shape=counts, **more)
 
 
-def changes(**roles: int) -> planner_pb2.ProposeSplitRequest:
+def changes(**roles: Any) -> planner_pb2.ProposeSplitRequest:
     return planner_pb2.ProposeSplitRequest(changes=planner_pb2.RoleChanges(roles=roles))
 
 
@@ -182,11 +184,11 @@ async def test_epochs_never_fall_when_somebody_deletes_the_split(etcd: Etcd) -> 
         assert (await client.get_split()).split.roles == first.roles
 
 
-def report(sequence: int, samples: int = 1, **more: object) -> internal_pb2.ReportWorkRequest:
+def report(sequence: int, samples: int = 1, **more: Any) -> internal_pb2.ReportWorkRequest:
     sample = internal_pb2.WorkSample(
         request_id="r", phase=common_pb2.PHASE_PREFILL, uncached_tokens=10, query_key_pairs=55.0, service_s=0.1
     )
-    fields = {"partition_id": "p0", "node_id": "a", "incarnation": "a-1", **more}
+    fields: dict[str, Any] = {"partition_id": "p0", "node_id": "a", "incarnation": "a-1", **more}
     return internal_pb2.ReportWorkRequest(sequence=sequence, samples=[sample] * samples, **fields)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 
-from evolving.core.directory_types import Cleared, NodeEvent
+from evolving.core.directory_types import Cleared, Effect, Ignored, NeedResync, NodeEvent
 from evolving.core.errors import InvalidArgument
 from evolving.core.terms import NAME_BYTES
 from evolving.internal.v1 import directory_pb2
@@ -74,7 +74,8 @@ class NodeStream:
         self._in_snapshot = False
         effects = directory.node_events(now_s, self._node_id, self._incarnation, batch.sequence, events)
         self._host.carry_out(effects)
-        self._outbox.acknowledge(batch.sequence)
+        if not any(_not_taken(effect) for effect in effects):
+            self._outbox.acknowledge(batch.sequence)
 
     async def _take_snapshot(self, batch: directory_pb2.KvBatch, events: Sequence[NodeEvent]) -> None:
         directory, clock = self._host.directory, self._host.clock
@@ -91,6 +92,11 @@ class NodeStream:
             self._in_snapshot = False
             self._host.carry_out(directory.resync_end(clock.now_s(), *node, batch.sequence))
             self._outbox.acknowledge(batch.sequence)
+
+
+def _not_taken(effect: Effect) -> bool:
+    """Whether the batch has to come again, in a snapshot."""
+    return isinstance(effect, NeedResync) or (isinstance(effect, Ignored) and effect.kind == "awaiting_resync")
 
 
 def _slices(events: Sequence[NodeEvent]) -> Iterator[list[NodeEvent]]:
