@@ -63,9 +63,7 @@ async def test_many_at_once_in_all_directions_equal_one_at_a_time(nodes: list[No
     a, b = nodes
     ways = [(a, b), (b, a), (a, a), (b, b)]
     prompts = [prompt(300 + index, 40 + 17 * index) for index in range(12)]
-    at_once = await asyncio.gather(
-        *(serve(*ways[index % 4], tokens, 24) for index, tokens in enumerate(prompts))
-    )
+    at_once = await asyncio.gather(*(serve(*ways[index % 4], tokens, 24) for index, tokens in enumerate(prompts)))
     for index, (served, tokens) in enumerate(zip(at_once, prompts, strict=True)):
         assert (await serve(*ways[(index + 1) % 4], tokens, 24)).ids == served.ids
 

@@ -4,8 +4,14 @@
 |---|---|
 | engine.py | `MockEngine`, the whole port over lives that start, crash and stop |
 | life.py | one incarnation: the iteration loop, its legs and its server |
+| plan.py | what the next iteration computes |
+| jobs.py | whether a job is possible, what it draws, when it ends |
+| context.py | the KV of one leg: shared blocks, then pages of its own |
 | legs.py | the state of one prefill or decode leg |
+| readers.py | those who follow the engine's KV events and status |
+| block.py | one block that is held |
 | cache.py | which blocks are where, locks, counts, eviction order, KV events |
+| events.py | KV events, gathered |
 | pool.py | the bytes of one tier, page by page |
 | model.py | KV bytes from block names, tokens from KV bytes |
 | transport.py | checksummed frames over TCP, and what engines say to one another in them |

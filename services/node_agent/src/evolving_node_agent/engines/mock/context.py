@@ -9,7 +9,8 @@ import numpy as np
 
 from evolving.core.blocks import chain
 from evolving.core.terms import NAME_BYTES
-from evolving_node_agent.engines.mock.cache import Block, BlockCache, User
+from evolving_node_agent.engines.mock.block import Block, User
+from evolving_node_agent.engines.mock.cache import BlockCache
 from evolving_node_agent.engines.mock.config import MockConfig
 from evolving_node_agent.engines.mock.model import ContextState, block_kv, partial_kv
 from evolving_node_agent.engines.port import Tier, TokenIds

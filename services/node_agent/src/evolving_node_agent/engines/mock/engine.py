@@ -16,8 +16,8 @@ from evolving_node_agent.engines.mock.faults import Faults
 from evolving_node_agent.engines.mock.fetch import fetch, serve_read
 from evolving_node_agent.engines.mock.life import Life
 from evolving_node_agent.engines.mock.pool import Pool
-from evolving_node_agent.engines.mock.transfer import pull, serve_pull
-from evolving_node_agent.engines.mock.transport import Connection, Disconnected, Pull, Read
+from evolving_node_agent.engines.mock.transfer import dismiss, dismissed, pull, serve_pull
+from evolving_node_agent.engines.mock.transport import Connection, Disconnected, Dismiss, Pull, Read
 from evolving_node_agent.engines.port import (
     Aborted,
     DecodeEvent,
@@ -154,7 +154,7 @@ class MockEngine:
     async def decode(self, job: DecodeJob) -> AsyncIterator[DecodeEvent]:
         """See port.py."""
         life = self._living()
-        leg = life.add_decode(job, partial(pull, life))
+        leg = life.add_decode(job, partial(pull, life), partial(dismiss, life))
         try:
             async for event in leg.events:
                 yield event
@@ -232,6 +232,8 @@ class MockEngine:
             match await connection.receive():
                 case Pull() as request:
                     await serve_pull(life, connection, request)
+                case Dismiss(transfer_id):
+                    dismissed(life, transfer_id)
                 case Read() as request:
                     await serve_read(life, connection, request)
         except Disconnected:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -100,6 +100,7 @@ class DecodeLeg:
     job: DecodeJob
     kv: ContextKv
     output: list[int]  # ids drawn so far, earlier attempts included; the last one has no KV yet
+    dismiss: Callable[[DecodeJob], Coroutine[None, None, None]]  # tells the source that nobody will come
     events: EventStream[DecodeEvent] = field(default_factory=EventStream)
     stage: DecodeStage = DecodeStage.RESERVING
     cached_blocks: int = 0

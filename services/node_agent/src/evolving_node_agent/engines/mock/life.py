@@ -14,12 +14,13 @@ import numpy as np
 from evolving.core.timemodel import PrefillSums
 from evolving.core.work import query_key_pairs
 from evolving.runtime.clock import Clock
-from evolving_node_agent.engines.mock.cache import BlockCache, User
+from evolving_node_agent.engines.mock.block import User
+from evolving_node_agent.engines.mock.cache import BlockCache
 from evolving_node_agent.engines.mock.config import MockConfig
 from evolving_node_agent.engines.mock.context import ContextKv
 from evolving_node_agent.engines.mock.faults import Faults
+from evolving_node_agent.engines.mock.jobs import check_job, draw, finish, generated_tokens
 from evolving_node_agent.engines.mock.legs import DecodeLeg, DecodeStage, Leg, PrefillLeg, PrefillStage
-from evolving_node_agent.engines.mock.model import finish_reason, next_token
 from evolving_node_agent.engines.mock.plan import Chunk, plan_chunks
 from evolving_node_agent.engines.mock.readers import KvReaders, StatusReaders
 from evolving_node_agent.engines.port import (
@@ -30,7 +31,6 @@ from evolving_node_agent.engines.port import (
     EngineError,
     EngineStatus,
     Finished,
-    FinishReason,
     NoRoom,
     Prefilled,
     PrefillJob,
@@ -64,6 +64,7 @@ class Life:
         self._reserving: list[DecodeLeg] = []
         self._batch: list[DecodeLeg] = []
         self._arrivals: dict[int, asyncio.Event] = {}  # transfer ids that decode legs wait for
+        self._background: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._down: EngineDown | None = None
         self._iterations = 0
@@ -75,7 +76,7 @@ class Life:
     def add_prefill(self, job: PrefillJob, fetch: Callable[[PrefillLeg], Coroutine[None, None, None]]) -> PrefillLeg:
         """Take a prefill leg; `fetch` runs beside, then the leg is queued. Raises Rejected, EngineDown."""
         self._check(job)
-        if self._transfer(job.transfer_id) is not None:
+        if self.transfer(job.transfer_id) is not None:
             raise Rejected(f"transfer id {job.transfer_id} is in use")
         self._order += 1
         kv = ContextKv(self.cache, self.config, User.PREFILL, job.root, job.tokens)
@@ -87,11 +88,17 @@ class Life:
         self.publish()
         return leg
 
-    def add_decode(self, job: DecodeJob, pull: Callable[[DecodeLeg], Coroutine[None, None, None]]) -> DecodeLeg:
-        """Take a decode leg; `pull` runs once it has room. Raises Rejected, EngineDown."""
+    def add_decode(
+        self,
+        job: DecodeJob,
+        pull: Callable[[DecodeLeg], Coroutine[None, None, None]],
+        dismiss: Callable[[DecodeJob], Coroutine[None, None, None]],
+    ) -> DecodeLeg:
+        """Take a decode leg. `pull` runs once it has room, `dismiss` if it ends before its KV is here. Raises Rejected,
+        EngineDown."""
         self._check(job)
         kv = ContextKv(self.cache, self.config, User.DECODE, job.root, job.tokens)
-        leg = DecodeLeg(job, kv, job.tokens[len(job.tokens) - job.generated :].tolist())
+        leg = DecodeLeg(job, kv, generated_tokens(job), dismiss)
         self.legs[job.leg_id] = leg
         self._reserving.append(leg)
         leg.tasks.append(asyncio.create_task(self._expire_reservation(leg)))
@@ -102,7 +109,7 @@ class Life:
 
     async def find_transfer(self, transfer_id: int) -> PrefillLeg | None:
         """The prefill leg of that transfer id; waits a moment for one that is still on its way here."""
-        leg = self._transfer(transfer_id)
+        leg = self.transfer(transfer_id)
         if leg is not None:
             return leg
         arrived = self._arrivals.setdefault(transfer_id, asyncio.Event())
@@ -114,9 +121,10 @@ class Life:
             deadline.cancel()
             waiting.cancel()
             self._arrivals.pop(transfer_id, None)
-        return self._transfer(transfer_id)
+        return self.transfer(transfer_id)
 
-    def _transfer(self, transfer_id: int) -> PrefillLeg | None:
+    def transfer(self, transfer_id: int) -> PrefillLeg | None:
+        """The prefill leg of that transfer id, while it lives."""
         for leg in self.legs.values():
             if isinstance(leg, PrefillLeg) and leg.job.transfer_id == transfer_id:
                 return leg
@@ -129,20 +137,9 @@ class Life:
     def _check(self, job: PrefillJob | DecodeJob) -> None:
         if self._down is not None:
             raise self._down
-        config = self.config
-        prompt = len(job.tokens) - job.generated
         if job.leg_id in self.legs:
             raise Rejected(f"leg {job.leg_id} is running")
-        if len(job.root) != 32:
-            raise Rejected(f"the root is {len(job.root)} bytes, not 32")
-        if job.generated < 0 or prompt < 1:
-            raise Rejected("the prompt is empty")
-        if prompt > config.max_prompt_tokens or len(job.tokens) >= config.max_context_tokens:
-            raise Rejected(f"{prompt} prompt tokens exceed {config.max_prompt_tokens}, or leave no room for output")
-        if int(job.tokens.max()) >= config.vocab_size:
-            raise Rejected(f"token {int(job.tokens.max())} is not in the vocabulary of {config.vocab_size}")
-        if job.generated >= job.sampling.max_tokens:
-            raise Rejected("nothing is left to generate")
+        check_job(job, self.config)
 
     # -- legs go
 
@@ -154,6 +151,8 @@ class Life:
         if isinstance(leg, PrefillLeg):
             leg.stage = PrefillStage.OVER
         else:
+            if leg.stage is not DecodeStage.RUNNING and self._down is None:
+                self._in_background(leg.dismiss(leg.job))
             leg.stage = DecodeStage.OVER
         for legs in (self._queue, self._running, self._reserving, self._batch):
             if leg in legs:
@@ -168,6 +167,11 @@ class Life:
         self._admit_decodes()
         self.publish()
         self._wake.set()
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def _end_partner(self, leg: Leg) -> None:
         partner, leg.partner = leg.partner, None
@@ -210,6 +214,8 @@ class Life:
         self.shut(error)
         for leg in list(self.legs.values()):
             self.end(leg, error)
+        for task in self._background:
+            task.cancel()
         self.kv_readers.close()
         self.status_readers.close()
 
@@ -255,11 +261,11 @@ class Life:
             if leg.stage is not DecodeStage.RUNNING:
                 continue  # aborted meanwhile
             leg.kv.append(leg.output[-1])
-            token = self._draw(leg.kv, leg.job, leg.output)
+            token = draw(leg.kv, leg.job, leg.output, self.config)
             leg.output.append(token)
             leg.iterations += 1
             leg.events.put(Tokens(len(leg.output) - 1, np.array([token], dtype=np.uint32)))
-            reason = self._finish(token, leg.output, leg.job)
+            reason = finish(token, leg.output, leg.job, self.config)
             if reason is not None:
                 leg.events.put(Finished(reason, leg.iterations))
                 self.end(leg)
@@ -277,29 +283,18 @@ class Life:
                 self._complete(leg)
 
     def _complete(self, leg: PrefillLeg) -> None:
-        output = leg.job.tokens[len(leg.job.tokens) - leg.job.generated :].tolist()
-        leg.first_token = self._draw(leg.kv, leg.job, output)
+        output = generated_tokens(leg.job)
+        leg.first_token = draw(leg.kv, leg.job, output, self.config)
         output.append(leg.first_token)
-        finish = self._finish(leg.first_token, output, leg.job)
+        reason = finish(leg.first_token, output, leg.job, self.config)
         self._running.remove(leg)
         leg.stage = PrefillStage.HOLDING
-        leg.events.put(Prefilled(leg.first_token, leg.cached, self.clock.now_s() - leg.taken_s, finish))
-        if finish is not None:
+        leg.events.put(Prefilled(leg.first_token, leg.cached, self.clock.now_s() - leg.taken_s, reason))
+        if reason is not None:
             self.end(leg)
             return
         leg.ready.set()
         leg.tasks.append(asyncio.create_task(self._expire_holding(leg)))
-
-    def _draw(self, kv: ContextKv, job: PrefillJob | DecodeJob, output: list[int]) -> int:
-        prompt = job.tokens[: len(job.tokens) - job.generated]
-        return next_token(kv.logits_seed(), job.sampling, prompt, output, self.config.vocab_size)
-
-    def _finish(self, token: int, output: list[int], job: PrefillJob | DecodeJob) -> FinishReason | None:
-        context_tokens = len(job.tokens) - job.generated + len(output)
-        config = self.config
-        return finish_reason(
-            token, len(output), context_tokens, job.sampling, config.eos_token_id, config.max_context_tokens
-        )
 
     # -- room
 

@@ -14,6 +14,7 @@ from evolving_node_agent.engines.mock.transport import (
     Connection,
     Damaged,
     Disconnected,
+    Dismiss,
     Failed,
     Landed,
     Message,
@@ -23,7 +24,7 @@ from evolving_node_agent.engines.mock.transport import (
     Resend,
     Waiting,
 )
-from evolving_node_agent.engines.port import DecodeLost, SourceLost
+from evolving_node_agent.engines.port import DecodeJob, DecodeLost, SourceLost
 
 _RESENDS = 3  # rounds of pages that came damaged; then the link is given up
 
@@ -41,6 +42,28 @@ async def pull(life: Life, leg: DecodeLeg) -> None:
             await connection.close()
     except Disconnected as error:
         life.end(leg, SourceLost(f"{leg.job.source_node_id}: {error}"))
+
+
+async def dismiss(life: Life, job: DecodeJob) -> None:
+    """Tell a prefill leg that its decode leg ended before it could come. If that fails, `keep_s` ends it."""
+    if job.source_address == life.address:
+        dismissed(life, job.transfer_id)
+        return
+    try:
+        connection = await Connection.open(job.source_address, life.config.stalled_transport_s)
+        try:
+            await connection.send(Dismiss(job.transfer_id))
+        finally:
+            await connection.close()
+    except Disconnected:
+        return  # its node is gone, and the leg with it
+
+
+def dismissed(life: Life, transfer_id: int) -> None:
+    """No decode leg will come. One that came already speaks for itself by its connection."""
+    leg = life.transfer(transfer_id)
+    if leg is not None and not leg.pulled:
+        life.end(leg, DecodeLost("the decode leg ended"))
 
 
 async def _take_over(life: Life, leg: DecodeLeg) -> None:

@@ -24,6 +24,12 @@ class Pull(msgspec.Struct, tag="pull", frozen=True):
     first_block: int
 
 
+class Dismiss(msgspec.Struct, tag="dismiss", frozen=True):
+    """Decode node → prefill leg: the decode leg ended before it came for the KV."""
+
+    transfer_id: int
+
+
 class Waiting(msgspec.Struct, tag="waiting", frozen=True):
     """The prefill leg isn't done, but lives."""
 
@@ -69,7 +75,7 @@ class Damaged(msgspec.Struct, tag="damaged", frozen=True):
     """Never sent: stands for a frame whose checksum was wrong."""
 
 
-Message = Pull | Waiting | Page | PagesEnd | Resend | Landed | Failed | Read | Damaged
+Message = Pull | Dismiss | Waiting | Page | PagesEnd | Resend | Landed | Failed | Read | Damaged
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()
 

@@ -1,0 +1,331 @@
+"""The engine port when things go wrong: aborts in every stage on either side, lost sides, no room, crashes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from engine.conftest import Starter, check_engine, kill
+from engine.sglang.driving import Node, greedy, jobs, prefill_only, prompt, serve
+
+from evolving_node_agent.engines.port import (
+    Aborted,
+    DecodeLost,
+    EngineDown,
+    EngineError,
+    NoRoom,
+    Prefilled,
+    Rejected,
+    Reserved,
+    SourceLost,
+    Started,
+    Taken,
+    Tokens,
+)
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+LONG = 1500  # tokens: a dozen chunks
+FOREVER = 400  # output tokens: longer than any test waits
+
+
+class Leg:
+    """A leg driven in the background; its events, and how it ended."""
+
+    def __init__(self, events: AsyncIterator[Any]) -> None:
+        self.events: list[Any] = []
+        self._changed = asyncio.Event()
+        self._source = events
+        self.task = asyncio.create_task(self._run())
+
+    async def _run(self) -> EngineError | None:
+        try:
+            async for event in self._source:
+                self.events.append(event)
+                self._changed.set()
+        except EngineError as error:
+            return error
+        finally:
+            self._changed.set()
+        return None
+
+    async def until(self, kind: type) -> None:
+        """Wait for an event of this kind."""
+        async with asyncio.timeout(60):
+            while not any(isinstance(event, kind) for event in self.events):
+                assert not self.task.done(), f"ended with {self.task.result()!r} before {kind.__name__}"
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def error(self) -> EngineError | None:
+        """How it ended; None: well."""
+        async with asyncio.timeout(60):
+            return await self.task
+
+
+async def all_room_is_back(*nodes: Node) -> None:
+    """No leg is left, and the longest prompt still fits each node."""
+    async with asyncio.timeout(60):
+        for node in nodes:
+            await node.until_idle()
+    for node in nodes:
+        check_engine(node)
+        await prefill_only(node, prompt(1, node.info.max_prompt_tokens))
+
+
+@pytest.fixture(params=["two nodes", "one node"])
+def pair(request: pytest.FixtureRequest, nodes: list[Node]) -> tuple[Node, Node]:
+    """Where the legs run."""
+    return (nodes[0], nodes[1]) if request.param == "two nodes" else (nodes[0], nodes[0])
+
+
+async def test_abort_in_the_queue(nodes: list[Node]) -> None:
+    node = nodes[0]
+    running_job, _ = jobs(node, prompt(10, LONG), greedy(8))
+    queued_job, _ = jobs(node, prompt(11, LONG), greedy(8))
+    running, queued = Leg(node.engine.prefill(running_job)), Leg(node.engine.prefill(queued_job))
+    await running.until(Taken)
+    assert queued.events == []
+    assert await node.engine.abort(queued_job.leg_id)
+    assert isinstance(await queued.error(), Aborted)
+    assert queued.events == []
+    await running.until(Prefilled)
+    await node.engine.abort(running_job.leg_id)
+    await running.task
+    await all_room_is_back(node)
+
+
+@pytest.mark.parametrize("stage", [Taken, Prefilled])
+async def test_abort_of_a_prefill_leg_alone(nodes: list[Node], stage: type) -> None:
+    node = nodes[0]
+    job, _ = jobs(node, prompt(20, LONG), greedy(8))
+    leg = Leg(node.engine.prefill(job))
+    await leg.until(stage)
+    assert await node.engine.abort(job.leg_id)
+    assert isinstance(await leg.error(), Aborted)
+    assert not await node.engine.abort(job.leg_id), "it is gone"
+    await all_room_is_back(node)
+
+
+async def test_abort_of_the_prefill_leg_ends_a_waiting_decode_leg(pair: tuple[Node, Node]) -> None:
+    source, target = pair
+    prefill_job, decode_job = jobs(source, prompt(30, LONG), greedy(8))
+    prefill = Leg(source.engine.prefill(prefill_job))
+    await prefill.until(Taken)
+    decode = Leg(target.engine.decode(decode_job))
+    await decode.until(Reserved)
+    assert await source.engine.abort(prefill_job.leg_id)
+    assert isinstance(await prefill.error(), Aborted)
+    assert isinstance(await decode.error(), SourceLost)
+    await all_room_is_back(source, target)
+
+
+async def test_abort_of_a_waiting_decode_leg_ends_the_prefill_leg(pair: tuple[Node, Node]) -> None:
+    source, target = pair
+    prefill_job, decode_job = jobs(source, prompt(40, LONG), greedy(8))
+    prefill = Leg(source.engine.prefill(prefill_job))
+    await prefill.until(Taken)
+    decode = Leg(target.engine.decode(decode_job))
+    await decode.until(Reserved)
+    assert await target.engine.abort(decode_job.leg_id)
+    assert isinstance(await decode.error(), Aborted)
+    assert isinstance(await prefill.error(), DecodeLost)
+    await all_room_is_back(source, target)
+
+
+async def test_abort_while_decoding(pair: tuple[Node, Node]) -> None:
+    source, target = pair
+    prefill_job, decode_job = jobs(source, prompt(50, 100), greedy(FOREVER))
+    prefill, decode = Leg(source.engine.prefill(prefill_job)), Leg(target.engine.decode(decode_job))
+    await decode.until(Tokens)
+    assert await prefill.error() is None, "the prefill leg is over once its KV has landed"
+    assert not await source.engine.abort(prefill_job.leg_id)
+    assert await target.engine.abort(decode_job.leg_id)
+    assert isinstance(await decode.error(), Aborted)
+    assert len([event for event in decode.events if isinstance(event, Tokens)]) < FOREVER - 1
+    await all_room_is_back(source, target)
+
+
+async def test_leaving_the_iterator_aborts(nodes: list[Node]) -> None:
+    source, target = nodes
+    prefill_job, decode_job = jobs(source, prompt(60, 100), greedy(FOREVER))
+    prefill = Leg(source.engine.prefill(prefill_job))
+    events: Any = target.engine.decode(decode_job)
+    async with aclosing(events):
+        async for event in events:
+            if isinstance(event, Tokens):
+                break
+    assert await prefill.error() is None
+    queued_job, _ = jobs(source, prompt(61, LONG), greedy(8))
+    queued = Leg(source.engine.prefill(queued_job))
+    await queued.until(Taken)
+    queued.task.cancel()
+    await all_room_is_back(source, target)
+    assert not await target.engine.abort(decode_job.leg_id)
+    assert not await source.engine.abort(queued_job.leg_id)
+
+
+async def test_abort_of_nothing_is_no_error(nodes: list[Node]) -> None:
+    assert not await nodes[0].engine.abort("no such leg")
+
+
+async def test_computed_kv_is_dropped_when_nobody_comes(nodes: list[Node]) -> None:
+    node = nodes[0]
+    job, _ = jobs(node, prompt(70, 200), greedy(8), keep_s=0.2)
+    leg = Leg(node.engine.prefill(job))
+    assert isinstance(await leg.error(), DecodeLost)
+    assert isinstance(leg.events[-1], Prefilled)
+    await all_room_is_back(node)
+
+
+async def test_an_unknown_source_is_lost(nodes: list[Node]) -> None:
+    source, target = nodes
+    _, decode_job = jobs(source, prompt(80, 100), greedy(8))
+    assert isinstance(await Leg(target.engine.decode(decode_job)).error(), SourceLost)
+    await all_room_is_back(target)
+
+
+async def test_no_slot_within_the_deadline(start: Starter) -> None:
+    async with start("a", "b", decode_slots=1) as (source, target):
+        first = jobs(source, prompt(90, 100), greedy(FOREVER))
+        second = jobs(source, prompt(91, 100), greedy(8), reserve_deadline_s=0.2, keep_s=0.5)
+        legs = [Leg(source.engine.prefill(first[0])), Leg(target.engine.decode(first[1]))]
+        await legs[1].until(Started)
+        waiting = Leg(source.engine.prefill(second[0]))
+        assert isinstance(await Leg(target.engine.decode(second[1])).error(), NoRoom)
+        assert isinstance(await waiting.error(), DecodeLost)
+        await target.engine.abort(first[1].leg_id)
+        await all_room_is_back(source, target)
+
+
+async def test_a_slot_that_frees_is_taken(start: Starter) -> None:
+    async with start("a", "b", decode_slots=1) as (source, target):
+        served = await asyncio.gather(*(serve(source, target, prompt(95 + n, 80), 12) for n in range(4)))
+        assert [len(each.ids) for each in served] == [12] * 4
+
+
+async def test_priority_then_arrival(nodes: list[Node]) -> None:
+    node = nodes[0]
+    blocker_job, _ = jobs(node, prompt(100, LONG), greedy(1))
+    blocker = Leg(node.engine.prefill(blocker_job))
+    await blocker.until(Taken)
+    order: list[int] = []
+
+    async def queued(number: int, leg: Leg) -> None:
+        await leg.until(Taken)
+        order.append(number)
+        assert await leg.error() is None
+
+    legs = []
+    for number, priority in enumerate([0, 5, 0, 5, -1]):
+        job, _ = jobs(node, prompt(101 + number, 600), greedy(1), priority=priority)
+        legs.append(asyncio.create_task(queued(number, Leg(node.engine.prefill(job)))))
+        await _until_status(node, lambda count=number + 1: len(node.engine.status().queued) >= count)
+    await asyncio.gather(*legs)
+    assert await blocker.error() is None
+    assert order == [1, 3, 0, 2, 4]
+
+
+async def _until_status(node: Node, holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        async for _ in node.engine.status_changes():
+            if holds():
+                return
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+async def test_impossible_jobs_are_rejected(nodes: list[Node], phase: str) -> None:
+    node = nodes[0]
+    info = node.info
+    oversize = jobs(node, prompt(110, info.max_prompt_tokens + 1), greedy(4))
+    foreign = jobs(node, [info.vocab_size], greedy(4))
+    for prefill_job, decode_job in (oversize, foreign):
+        leg = Leg(node.engine.prefill(prefill_job) if phase == "prefill" else node.engine.decode(decode_job))
+        assert isinstance(await leg.error(), Rejected)
+        assert leg.events == []
+    await all_room_is_back(node)
+
+
+async def test_the_longest_prompt_is_served(nodes: list[Node]) -> None:
+    served = await serve(nodes[0], nodes[1], prompt(120, nodes[0].info.max_prompt_tokens), 4)
+    assert len(served.ids) == 4
+
+
+async def test_a_source_that_dies_loses_its_decode_legs_only(start: Starter) -> None:
+    async with start("a", "b") as (source, target):
+        staying = jobs(target, prompt(130, 100), greedy(60))
+        stays = [Leg(target.engine.prefill(staying[0])), Leg(target.engine.decode(staying[1]))]
+        prefill_job, decode_job = jobs(source, prompt(131, LONG), greedy(8))
+        prefill = Leg(source.engine.prefill(prefill_job))
+        await prefill.until(Taken)
+        decode = Leg(target.engine.decode(decode_job))
+        await decode.until(Reserved)
+        exited = asyncio.create_task(source.engine.exited())
+        kill(source)
+        assert isinstance(await decode.error(), SourceLost)
+        assert isinstance(await prefill.error(), EngineDown)
+        assert await exited < 0
+        assert [await leg.error() for leg in stays] == [None, None]
+        with pytest.raises(EngineDown):
+            await prefill_only(source, prompt(132, 10))
+        await all_room_is_back(target)
+
+
+async def test_a_target_that_dies_loses_its_prefill_legs_only(start: Starter) -> None:
+    async with start("a", "b") as (source, target):
+        # Where the dead one had not come for its KV yet, only keep_s can tell.
+        prefill_job, decode_job = jobs(source, prompt(140, LONG), greedy(8), keep_s=1.0)
+        prefill = Leg(source.engine.prefill(prefill_job))
+        await prefill.until(Taken)
+        decode = Leg(target.engine.decode(decode_job))
+        await decode.until(Reserved)
+        kill(target)
+        assert isinstance(await prefill.error(), DecodeLost)
+        assert isinstance(await decode.error(), EngineDown)
+        await all_room_is_back(source)
+
+
+async def test_a_restart_is_another_life_that_serves(start: Starter) -> None:
+    async with start("a", "b") as (source, target):
+        tokens = prompt(150, 200)
+        before = await serve(source, target, tokens, 8)
+        kill(source)
+        await source.engine.exited()
+        info = await source.engine.start()
+        assert info.incarnation != source.info.incarnation
+        again = Node("a", source.engine, info)
+        listening = asyncio.create_task(again.listen())
+        served = await serve(again, target, tokens, 8)
+        assert served.ids == before.ids
+        assert served.cached.l1 == 0, "device memory died with the process"
+        await source.engine.stop(0)
+        await listening
+
+
+async def test_stop_ends_legs_and_leaves_nothing(start: Starter) -> None:
+    async with start("a", "b") as (source, target):
+        job, decode_job = jobs(source, prompt(160, 100), greedy(FOREVER))
+        legs = [Leg(source.engine.prefill(job)), Leg(target.engine.decode(decode_job))]
+        await legs[1].until(Tokens)
+        await target.engine.stop(0)
+        assert isinstance(await legs[1].error(), EngineDown)
+        if target.info.pid != os.getpid():
+            with pytest.raises(ProcessLookupError):
+                os.kill(target.info.pid, 0)
+        for address in {target.info.transfer_address, target.info.pool_address}:
+            host, _, port = address.rpartition(":")
+            with pytest.raises(OSError, match=r"Connect call failed|refused"):
+                await asyncio.open_connection(host, int(port))
+        with pytest.raises(EngineDown):
+            await prefill_only(target, prompt(161, 10))
+
+
+async def test_stop_lets_running_legs_end_within_the_grace(start: Starter) -> None:
+    async with start("a") as (node,):
+        serving = asyncio.create_task(serve(node, node, prompt(170, 100), 30))
+        await _until_status(node, lambda: node.engine.status().decoding == 1)
+        await node.engine.stop(60)
+        assert len((await serving).ids) == 30
