@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from evolving.core.terms import Phase, Role, Tier
@@ -149,14 +150,13 @@ Stretch = tuple[int, int, int]
 """(first block, L1 mask, L2 mask): from this block on, these nodes hold a context. Bit i: slot i of the match."""
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
+class Match(NamedTuple):
     """Where the blocks of a context are, right now."""
 
     blocks: int = 0  # of the whole context asked for
     pool_blocks: int = 0  # longest prefix each block of which some node holds in L2: what a fetch can bring
     any_blocks: int = 0  # longest prefix each block of which some node holds in some tier
-    nodes: Mapping[str, NodeDepth] = field(default_factory=dict)  # nodes that hold block 0, by node id
+    nodes: Mapping[str, NodeDepth] = MappingProxyType({})  # nodes that hold block 0, by node id
     # Unpacked by `holders`, for few ask and a long context has many: stretches, where the last ends, their nodes.
     stretches: tuple[Stretch, ...] = ()
     known_blocks: int = 0
@@ -183,8 +183,7 @@ class Match:
         return tuple(node for slot, node in enumerate(self.slots) if node is not None and mask >> slot & 1)
 
 
-@dataclass(frozen=True, slots=True)
-class BeginAnswer:
+class BeginAnswer(NamedTuple):
     """What a Begin did, and where the request's context is."""
 
     version: int

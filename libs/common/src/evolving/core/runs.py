@@ -39,6 +39,10 @@ class Run:
         self.l2 = l2  # bit per node holding all blocks in host memory
         self.homes: dict[int, int] | None = None  # home key (node, phase) -> branches; None: no branch
 
+    def is_bare_leaf(self) -> bool:
+        """Whether nothing but copies is recorded here, and nothing hangs below."""
+        return self.children == 0 and self.tips == 0 and self.homes is None
+
     def __repr__(self) -> str:
         return f"Run({self.start}+{self.size}, l1={self.l1:b}, l2={self.l2:b}, homes={self.homes}, tips={self.tips})"
 
@@ -78,13 +82,7 @@ class RunTree:
         """
         limit = self._run_blocks_max * NAME_BYTES
         at = 0
-        if parent is not None and (parent.children, parent.tips, parent.homes, parent.l1, parent.l2) == (
-            0,
-            0,
-            None,
-            l1,
-            l2,
-        ):
+        if parent is not None and parent.is_bare_leaf() and parent.l1 == l1 and parent.l2 == l2:
             at = min(limit - len(parent.names), len(names))
         self._check_new(start, names, at, limit)
         self.block_count += len(names) // NAME_BYTES
