@@ -1,0 +1,140 @@
+"""The engine port under memory pressure: what goes first, what counts do, and that nothing is lost or made up."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from engine.conftest import Starter, check_engine
+from engine.sglang.driving import Node, prefill_only, prompt, serve
+from engine.test_conformance import BLOCK, names_of
+
+from evolving_node_agent.engines.port import CachedTokens, Tier
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+SMALL = {"l1_tokens": 32 * BLOCK, "l2_tokens": 64 * BLOCK, "chunk_tokens": 256}
+PROMPT = 8 * BLOCK + 1  # eight full blocks are reusable
+FILLING = 12  # prompts: more than either tier holds
+
+
+async def fill(node: Node, seed: int, prompts: int = FILLING) -> None:
+    """Push through more prompts than fit."""
+    for index in range(prompts):
+        await prefill_only(node, prompt(seed + index, PROMPT))
+
+
+async def holds(node: Node, names: list[bytes], tier: Tier) -> int:
+    """How many of these blocks have bytes in a tier."""
+    return len(await node.engine.block_digests(names, tier))
+
+
+async def test_uncounted_blocks_go_first_and_the_oldest_of_them(start: Starter) -> None:
+    async with start("a", **SMALL) as (node,):
+        counted, plain = prompt(1, PROMPT), prompt(2, PROMPT)
+        await prefill_only(node, counted)
+        await node.engine.set_counts(dict.fromkeys(names_of(counted), 1))
+        await prefill_only(node, plain)
+        await fill(node, 100)
+        assert await holds(node, names_of(counted), Tier.L2) == 8
+        assert await holds(node, names_of(plain), Tier.L2) == 0
+        assert (await prefill_only(node, counted)).cached.total == 8 * BLOCK
+        assert (await prefill_only(node, plain)).cached == CachedTokens()
+
+
+async def test_a_count_of_zero_gives_a_block_up(start: Starter) -> None:
+    async with start("a", **SMALL) as (node,):
+        tokens = prompt(1, PROMPT)
+        await prefill_only(node, tokens)
+        await node.engine.set_counts(dict.fromkeys(names_of(tokens), 2))
+        await fill(node, 100)
+        assert await holds(node, names_of(tokens), Tier.L2) == 8
+        await node.engine.set_counts(dict.fromkeys(names_of(tokens), 0))
+        assert await node.engine.counts() == {}
+        await fill(node, 200)
+        assert await holds(node, names_of(tokens), Tier.L2) == 0
+
+
+async def test_a_parent_stays_with_its_counted_child(start: Starter) -> None:
+    async with start("a", **SMALL) as (node,):
+        tokens = prompt(1, PROMPT)
+        await prefill_only(node, tokens)
+        *_, last = names_of(tokens)
+        await node.engine.set_counts({last: 1})
+        await fill(node, 100)
+        assert await holds(node, names_of(tokens), Tier.L2) == 8
+
+
+async def test_counts_bias_and_never_pin(start: Starter) -> None:
+    """A pool full of counted blocks still evicts, the least recently used first."""
+    async with start("a", **SMALL) as (node,):
+        for index in range(FILLING):
+            tokens = prompt(index, PROMPT)
+            await prefill_only(node, tokens)
+            await node.engine.set_counts(dict.fromkeys(names_of(tokens), 1))
+        assert await holds(node, names_of(prompt(0, PROMPT)), Tier.L2) == 0
+        assert await holds(node, names_of(prompt(FILLING - 1, PROMPT)), Tier.L2) == 8
+
+
+async def test_counts_are_what_was_set(nodes: list[Node]) -> None:
+    node = nodes[0]
+    tokens = prompt(700, 4 * BLOCK)
+    await prefill_only(node, tokens)
+    names = names_of(tokens)
+    await node.engine.set_counts({names[0]: 3, names[1]: 1})
+    await node.engine.set_counts({names[1]: 2, names[2]: 1})
+    counts = await node.engine.counts()
+    assert {name: counts[name] for name in names if name in counts} == {names[0]: 3, names[1]: 2, names[2]: 1}
+    await node.engine.set_counts(dict.fromkeys(names, 0))
+    assert not set(names) & set(await node.engine.counts())
+
+
+async def test_events_follow_every_eviction(start: Starter) -> None:
+    """`Node.listen` asserts that nothing is stored twice or removed twice; here, that nothing was left out."""
+    async with start("a", "b", **SMALL) as pair:
+        a, b = pair
+        for index in range(FILLING):
+            await serve(*((a, b) if index % 2 else (b, a)), prompt(300 + index, 400), 90)
+        for node in pair:
+            await node.until_idle()
+            check_engine(node)
+            gone = set(node.parents)
+            for tier in Tier:
+                digests = await node.engine.block_digests(sorted(node.parents), tier)
+                await node.until(lambda node=node, tier=tier, digests=digests: node.held[tier] == set(digests))
+                gone -= set(digests)
+            assert gone, "more went through than fits"
+
+
+async def test_pressure_from_both_sides_changes_no_token(start: Starter) -> None:
+    """Two nodes that hand requests to each other, with room for a few: all end, each with its tokens."""
+    prompts = [prompt(500 + index, 100 + 60 * (index % 9)) for index in range(24)]
+    async with start("a", **SMALL) as (node,):
+        alone = [(await serve(node, node, tokens, 40)).ids for tokens in prompts]
+    async with start("a", "b", **SMALL) as pair:
+        a, b = pair
+        ways = [(a, b), (b, a), (a, a), (b, b)]
+        async with asyncio.timeout(120):
+            served = await asyncio.gather(
+                *(
+                    serve(*ways[index % 4], tokens, 40, keep_s=100.0, reserve_deadline_s=100.0)
+                    for index, tokens in enumerate(prompts)
+                )
+            )
+        assert [each.ids for each in served] == alone
+        for node in pair:
+            await node.until_idle()
+            check_engine(node)
+
+
+async def test_freeing_device_memory_keeps_host_memory(nodes: list[Node]) -> None:
+    node = nodes[0]
+    tokens = prompt(710, 4 * BLOCK)
+    names = names_of(tokens)
+    served = asyncio.create_task(serve(node, node, prompt(711, 100), 60))
+    await prefill_only(node, tokens)
+    await node.until_holds(Tier.L2, names)
+    assert await node.engine.free_l1() >= len(names)
+    await node.until(lambda: not node.held[Tier.L1].intersection(names))
+    assert await holds(node, names, Tier.L1) == 0
+    assert await holds(node, names, Tier.L2) == len(names)
+    assert len((await served).ids) == 60, "a running request keeps what it uses"
