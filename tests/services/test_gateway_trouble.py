@@ -6,7 +6,7 @@ import asyncio
 
 import grpc
 import pytest
-from gateway_harness import Bench, Stream, bench, bytes_ids, eventually, expected_output, failure, ids_bytes
+from gateway_harness import MAX_PROMPT, Bench, Stream, bench, bytes_ids, eventually, expected_output, failure, ids_bytes
 
 from evolving.internal.v1 import directory_pb2
 from evolving.v1 import common_pb2, gateway_pb2
@@ -102,6 +102,18 @@ async def test_a_request_that_finds_no_node_any_more_fails_in_the_end() -> None:
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert stream.ids == WANT[:5]
         await eventually(lambda: len(it.directory.finished) == 1)
+
+
+async def test_an_output_too_long_to_compute_anew_says_so() -> None:
+    prompt = [1] * (MAX_PROMPT - 3)
+    async with bench("n", "m") as it:
+        for node in it.nodes.values():
+            node.script.pause_at = 6
+        stream = it.generate(prompt, sampling=SAMPLING)
+        await stream.until(lambda: len(stream.ids) == 6)
+        await next(node for node in it.nodes.values() if node.decodes).die()
+        detail = parse_error(await failure(stream.all()))
+        assert (detail.status, detail.reason) == (grpc.StatusCode.UNAVAILABLE, "TOO_LONG_TO_MOVE")
 
 
 async def test_a_node_that_leaves_a_position_out_is_not_believed() -> None:

@@ -19,6 +19,13 @@ class PromptTooLong(InvalidRequest):
     reason = "PROMPT_TOO_LONG"
 
 
+class TooLongToMove(ServiceError):
+    """The request lost its nodes, and prompt and output together exceed what another node prefills."""
+
+    reason = "TOO_LONG_TO_MOVE"
+    status = grpc.StatusCode.UNAVAILABLE
+
+
 class BadTokens(InvalidRequest):
     """Token bytes whose length is no multiple of 4, or an id outside the model's vocabulary."""
 

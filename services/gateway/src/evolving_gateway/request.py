@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from evolving.core.blocks import reusable_blocks, root_digest
+from evolving.core.blocks import TOKEN_BYTES, reusable_blocks, root_digest
 from evolving.core.routing import Context, PrefillDecision, PrefillScore
 from evolving.internal.v1 import directory_pb2
 from evolving.runtime.clock import Clock
@@ -29,7 +29,7 @@ from evolving_gateway.attempt import (
     RoleSwitched,
 )
 from evolving_gateway.beginning import Beginning
-from evolving_gateway.errors import DirectoryRefused, QueueFull
+from evolving_gateway.errors import DirectoryRefused, QueueFull, TooLongToMove
 from evolving_gateway.known import Claim
 from evolving_gateway.metrics import GatewayMetrics
 from evolving_gateway.nodes import Cluster
@@ -248,6 +248,8 @@ class Request:
         _log.warning("leg_failed", node_id=error.node_id, reason=error.reason, error=error.message)
         await self._pause(self._recovery.failed(error, now_s))
         tokens = self._prompt.tokens + to_wire(self._output.ids)
+        if len(tokens) // TOKEN_BYTES > self._model.max_prompt_tokens:
+            raise TooLongToMove(f"{error}; {len(tokens) // TOKEN_BYTES} tokens are too many to compute anew")
         try:
             _, self._match = await self._begin(tokens, rematch=True)
         except DirectoryRefused as refusal:  # its branch ended meanwhile, which never stops a running request

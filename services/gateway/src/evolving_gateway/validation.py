@@ -86,10 +86,11 @@ async def read_prompt(request: gateway_pb2.GenerateRequest, model: ModelFacts, t
         longest = min(model.max_prompt_tokens, model.max_context_tokens - 1)
         raise PromptTooLong(f"the prompt has {ids.size} tokens; {model.model} takes at most {longest}")
     resumed = from_wire(request.resume_token_ids, model.vocabulary_tokens, "resume_token_ids")
-    if ids.size + resumed.size > model.max_context_tokens:
+    longest = min(model.max_prompt_tokens, model.max_context_tokens)
+    if ids.size + resumed.size > longest:
+        together = ids.size + resumed.size
         raise PromptTooLong(
-            f"prompt and resume_token_ids have {ids.size + resumed.size} tokens; the model's context is "
-            f"{model.max_context_tokens}"
+            f"prompt and resume_token_ids have {together} tokens; {model.model} takes at most {longest}"
         )
     return Prompt(to_wire(ids), resumed.tolist())
 
