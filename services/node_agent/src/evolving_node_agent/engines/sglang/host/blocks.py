@@ -106,7 +106,14 @@ class BlockStore:
         return dropped
 
     def _leaves_l1(self, node: Any) -> bool:
-        return bool(node.backuped) and self._leaving_l1.issuperset(self.residency.names(node))
+        """Whether the node, or what it continues, is marked: output of a marked request leaves with its prompt."""
+        if not node.backuped:
+            return False
+        while node.parent is not None:
+            if self.residency.names(node)[-1] in self._leaving_l1:
+                return True
+            node = node.parent
+        return False
 
     def digests(self, names: Iterable[bytes], tier: Tier) -> dict[bytes, bytes]:
         """SHA-256 of the KV bytes of those named blocks that the tier holds. Walks the whole tree: for checks."""

@@ -43,7 +43,8 @@ class Desk:
         self.board = StatusBoard(scheduler, self)
         self._landed: list[Any] = []
         self._outbox: list[Outgoing] = []
-        self.deliver: Callable[[list[Outgoing]], None] = _nowhere  # set by the service; called from this thread
+        # Set by the service when it serves; called from this thread.
+        self.deliver: Callable[[list[Outgoing]], None] | None = None
         ledger.prefills, ledger.decodes = self.prefills, self.decodes
 
     # -- prefill legs
@@ -244,10 +245,6 @@ class Desk:
 
     def flush(self) -> None:
         """Hand everything over that was said since the last time."""
-        if self._outbox:
+        if self._outbox and self.deliver is not None:
             outgoing, self._outbox = self._outbox, []
             self.deliver(outgoing)
-
-
-def _nowhere(outgoing: list[Outgoing]) -> None:
-    """Until the service runs there is nobody to tell."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req
+from sglang.srt.runtime_context import get_exec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from evolving_node_agent.engines.port import FinishReason, Sampling
@@ -63,6 +66,27 @@ def finish_reason(request: Req) -> FinishReason | None:
     if is_abort(request):
         return FinishReason.ABORTED
     return FinishReason.LENGTH if isinstance(request.finished_reason, FINISH_LENGTH) else FinishReason.STOP
+
+
+@contextlib.contextmanager
+def seeded(batch: Any) -> Iterator[None]:
+    """Let requests that have a seed be sampled by it for one forward pass.
+
+    SGLang looks at seeds in its deterministic mode only, where requests without one share a constant. Here those draw
+    a fresh one each. Neither min_p nor SGLang's CUDA samplers know seeds; a batch that needs them goes unseeded.
+    """
+    info = batch.sampling_info
+    seeds = [request.sampling_params.sampling_seed for request in batch.reqs]
+    supported = get_exec().kernel.sampling_backend == "pytorch" and not info.need_min_p_sampling
+    if not supported or info.sampling_seed is not None or all(seed is None for seed in seeds):
+        yield
+        return
+    drawn = [secrets.randbits(62) if seed is None else seed for seed in seeds]
+    info.sampling_seed = torch.tensor(drawn, dtype=torch.int64, device=batch.device)
+    try:
+        yield
+    finally:
+        info.sampling_seed = None  # batches that merge must agree on having seeds
 
 
 def restore_penalties(batch: Any, earlier_only: bool) -> None:

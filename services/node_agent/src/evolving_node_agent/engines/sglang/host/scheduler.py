@@ -29,7 +29,7 @@ from .desk import Desk
 from .inbox import Inbox
 from .memory import Ledger, adder_class, charge_debt
 from .pages import KvPages
-from .requests import restore_penalties
+from .requests import restore_penalties, seeded
 
 logger = logging.getLogger(__name__)
 _IDLE_WAIT_S = 1.0
@@ -144,7 +144,9 @@ class NodeScheduler(upstream.Scheduler):  # type: ignore[misc]
             if batch.forward_mode.is_extend():
                 restore_penalties(batch, earlier_only=False)
                 self.desk.on_prefill_batch(batch)
-            self.process_batch_result(batch, self.run_batch(batch))
+            with seeded(batch):
+                result = self.run_batch(batch)
+            self.process_batch_result(batch, result)
         self.last_batch = batch
         return bool(batch)
 

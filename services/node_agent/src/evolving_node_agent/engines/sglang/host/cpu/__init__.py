@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from . import attention, kernels, streams
+from . import attention, kernels, sampling, streams
 
 
 def install() -> None:
@@ -26,3 +26,4 @@ def adapt() -> None:
     streams.adapt_host_pools()
     kernels.adapt_host_copies()
     attention.adapt()
+    sampling.adapt()
