@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-import random
+import secrets
 import shutil
 import signal
 import socket
@@ -33,6 +33,7 @@ DEFAULT_MODEL = ROOT / "build" / "models" / "smollm2-135m-instruct"
 BIN = Path(sys.executable).parent
 POLL_S = 0.2
 _PORTS = (10_000, 32_000)
+_given: set[int] = set()
 
 
 class ClusterError(Exception):
@@ -87,16 +88,14 @@ def free_ports(count: int) -> list[int]:
     """Ports nobody listens on now, all different.
 
     They lie below the kernel's ephemeral range: one out of it may be taken by any outgoing connection before the
-    process it is meant for binds it.
+    process it is meant for binds it. None is given twice, for the same reason.
     """
     ports: list[int] = []
     while len(ports) < count:
-        port = random.randrange(*_PORTS)
-        if port in ports:
-            continue
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)):
-                ports.append(port)
+        port = _PORTS[0] + secrets.randbelow(_PORTS[1] - _PORTS[0])  # tests may have seeded `random`
+        if port not in _given and not _port_open(port):
+            _given.add(port)
+            ports.append(port)
     return ports
 
 
