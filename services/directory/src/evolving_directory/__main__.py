@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from importlib.metadata import version
 
 from evolving.core.directory import Directory
@@ -11,6 +10,7 @@ from evolving.runtime.keys import Keys, ServiceRegistration, encode
 from evolving.runtime.service import Service, run_service
 from evolving.runtime.settings_loader import load
 from evolving.v1 import directory_pb2_grpc as public_grpc
+from evolving_directory import collector
 from evolving_directory.audit import CountsQueries
 from evolving_directory.cluster import ClusterWatch
 from evolving_directory.host import Host
@@ -65,9 +65,7 @@ async def run_directory(service: Service[DirectorySettings]) -> None:
     service.spawn(take_office(), "take_office")
     service.spawn(host.let_time_pass(), "let_time_pass")
     service.spawn(host.show_sizes(), "show_sizes")
-    # What lives from the start on never becomes garbage: full collections need not look at it.
-    gc.collect()
-    gc.freeze()
+    collector.begin(clock)
     await service.serve()
     await store.close()
 

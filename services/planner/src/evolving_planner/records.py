@@ -13,6 +13,7 @@ from evolving.core.terms import Role
 from evolving.runtime import keys
 
 _PLANNER = "planner"
+_LARGEST_BYTES = 1_000_000  # etcd refuses requests beyond 1.5 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,16 @@ def decode_split(value: bytes) -> Split:
 
 
 def encode_history(history: History) -> bytes:
-    """JSON, UTF-8."""
+    """JSON, UTF-8. The oldest decisions are left out where all would be more than etcd takes in one value."""
+    value = _encode_history(history)
+    while len(value) > _LARGEST_BYTES and len(history.decisions) > 1:
+        surplus = 1 + len(history.decisions) // 10
+        history = replace(history, decisions=history.decisions[surplus:], dropped=history.dropped + surplus)
+        value = _encode_history(history)
+    return value
+
+
+def _encode_history(history: History) -> bytes:
     decisions = tuple(
         _DecisionRecord(
             decided_at_s=d.decided_at_s,
