@@ -110,25 +110,33 @@ class RefCounts:
     ) -> None:
         """Make `to` (None: nobody) the home of blocks [first, end) of a branch's context in a phase.
 
-        Costs the runs from the context's end up to the first block whose home changes.
+        Costs the runs from the context's end up to the first block whose home changes. Raises BrokenChain, and changes
+        nothing.
         """
+        lowest = self._assign(branch, phase, first, end, to, reason, effects)
+        if lowest is not None:
+            self._index.merge_up(branch.tip, lowest)
+
+    def _assign(
+        self, branch: Branch, phase: Phase, first: int, end: int, to: Node | None, reason: str, effects: list[Effect]
+    ) -> int | None:
+        """As `move`, and leaves merging to the caller: returns the depth of the first block whose home changed."""
         homes = branch.homes[phase]
         number = HomeMap.NOBODY if to is None else to.number
-        lowest = -1
-        for begin, until, old in homes.stretches(first, end):
-            if old == number:
-                continue
-            if lowest < 0:
-                lowest = begin
+        changes = [stretch for stretch in homes.stretches(first, end) if stretch[2] != number]
+        if not changes:
+            return None
+        # All cuts come first: one of them may find a broken chain.
+        moves = [(old, list(self.pieces(branch.tip, begin, until))) for begin, until, old in changes]
+        for old, runs in moves:
             source = None if old == HomeMap.NOBODY else self.by_number[old]
-            for run in self.pieces(branch.tip, begin, until):
+            for run in runs:
                 if source is not None:
                     self._leave(run, source, phase, reason, effects)
                 if to is not None:
                     self._join(run, to, phase, reason, effects)
-        if lowest >= 0:
-            homes.assign(first, end, number)
-            self._index.merge_up(branch.tip, lowest)
+        homes.assign(first, end, number)
+        return changes[0][0]
 
     def leave_node(self, branch: Branch, phase: Phase, node: Node, reason: str, effects: list[Effect]) -> None:
         """The branch counts nothing on a node in a phase."""
@@ -204,20 +212,16 @@ class RefCounts:
 
     # --------------------------------------------------------------------------------------------------------- contexts
 
-    def forget(self, branch: Branch, first: int, reason: str, effects: list[Effect]) -> None:
-        """The branch counts nothing of its context from `first` on."""
-        for phase, homes in branch.homes.items():
-            if homes.end() > first:
-                self.move(branch, phase, first, homes.end(), None, reason, effects)
-
     def set_context(
         self, branch: Branch, tip: Run | None, blocks: int, keep: int, reason: str, effects: list[Effect]
     ) -> None:
         """Give a branch another context: `blocks` blocks that end with the run `tip`. The first `keep` of them are
         those of the old one and keep their homes."""
+        for phase, homes in branch.homes.items():
+            if homes.end() > keep:
+                self._assign(branch, phase, keep, homes.end(), None, reason, effects)
         if tip is not None:
-            tip.tips += 1  # first, so that nothing both contexts need is deleted
-        self.forget(branch, keep, reason, effects)
+            tip.tips += 1  # before the old one goes, so that nothing both contexts need is deleted
         old, old_blocks = branch.tip, branch.blocks
         branch.tip = tip
         branch.blocks = blocks
@@ -227,5 +231,5 @@ class RefCounts:
         if old is not None:
             old.tips -= 1
             self._index.prune(old)
-            if old.size and tip is not old:
-                self._index.merge(old)
+            if old.size and old is not tip:
+                self._index.merge_up(old, keep)
