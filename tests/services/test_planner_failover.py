@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import cast
@@ -107,6 +108,26 @@ async def refuses_as_follower(follower: PlannerProcess, leader_address: str) -> 
 async def history(of: PlannerProcess) -> list[str]:
     answer = await of.client.public.ListDecisions(planner_pb2.ListDecisionsRequest(), timeout=10)
     return [decision.reason for decision in answer.decisions]
+
+
+async def test_a_leader_that_was_paused_finds_that_another_leads(etcd: Etcd) -> None:
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(open_store(etcd))
+        await join(store, "a", "b", "c")
+        planners = [await stack.enter_async_context(planner_process(etcd.endpoints[0])) for _ in range(2)]
+        paused = await the_leader(planners)
+        (other,) = [one for one in planners if one is not paused]
+        before = await paused.client.public.ProposeSplit(to_shape(1, 2), timeout=10)
+        paused.process.send_signal(signal.SIGSTOP)
+        assert await the_leader([other]) is other
+        after = await other.client.public.ProposeSplit(to_shape(2, 1), timeout=10)
+        assert after.split.epoch > before.split.epoch
+        late = paused.client.public.ProposeSplit(to_shape(1, 2), timeout=30)
+        paused.process.send_signal(signal.SIGCONT)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await late
+        assert parse_error(error.value).reason == "NOT_LEADER"
+        assert (await stored_split(store)).epoch == after.split.epoch
 
 
 class FormerLeader:
