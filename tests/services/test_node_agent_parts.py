@@ -1,0 +1,349 @@
+"""The pure rooms of the node agent."""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evolving.core import directory_types as core
+from evolving.core.blocks import chain_names
+from evolving.core.directory import Directory
+from evolving.core.terms import NAME_BYTES, Phase
+from evolving.core.terms import Tier as CoreTier
+from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
+from evolving.core.work import query_key_pairs
+from evolving_node_agent import reports
+from evolving_node_agent.blocks import ContextBlocks
+from evolving_node_agent.counts import CountsMirror
+from evolving_node_agent.engines.port import CachedTokens, Cleared, EngineStatus, KvEvent, Removed, Stored, Tier
+from evolving_node_agent.held import RUN_BLOCKS_MAX, Change, HeldTable
+from evolving_node_agent.outbox import Entry, Outbox
+from evolving_node_agent.restart import RestartConfig, RestartPolicy
+from evolving_node_agent.waits import LegSize, new_tokens_per_iteration, wait_s
+from evolving_node_agent.work import decode_sample, prefill_sample
+
+# -- held blocks ↔ the anchored form, read back by the directory itself
+
+
+def name(*path: int) -> bytes:
+    """The name of the block at the end of a path."""
+    return hashlib.sha256(repr(path).encode()).digest()[:NAME_BYTES]
+
+
+def core_events(changes: list[Change]) -> list[core.NodeEvent]:
+    """Changes as the directory takes them."""
+    events: list[core.NodeEvent] = []
+    for change in changes:
+        tier = CoreTier(change.tier)
+        if change.run is None:
+            events.append(core.Cleared(tier))
+            continue
+        ref = core.RunRef(change.run.first_block, b"".join(change.run.names), change.run.skip)
+        events.append(core.Stored(tier, ref) if change.stored else core.Removed(tier, ref))
+    return events
+
+
+class Pair:
+    """A table and a directory that hears of nothing but the table's changes."""
+
+    def __init__(self) -> None:
+        self.table = HeldTable()
+        self.directory = Directory()
+        self.directory.node_up(0.0, "n", "i", 1)
+        self.sequence = 0
+        self.held: set[tuple[bytes, Tier]] = set()
+        self.names: set[bytes] = set()
+
+    def apply(self, *events: KvEvent) -> None:
+        """Both sides take the engine's events."""
+        changes = self.table.apply(events)
+        self.table.check_invariants()
+        self.sequence += 1
+        effects = self.directory.node_events(0.0, "n", "i", self.sequence, core_events(changes))
+        assert not any(isinstance(effect, core.NeedResync) for effect in effects), effects
+        for event in events:
+            if isinstance(event, Stored):
+                self.held.update((each, event.tier) for each in event.names)
+                self.names.update(event.names)
+            elif isinstance(event, Removed):
+                self.held.difference_update((each, event.tier) for each in event.names)
+            else:
+                self.held = {each for each in self.held if each[1] is not event.tier}
+        self.check(self.directory)
+
+    def check(self, directory: Directory) -> None:
+        """The directory's copies are those held."""
+        directory.check_invariants()
+        for each in self.names:
+            view = directory.block(each)
+            copies = view.copies if view is not None else ()
+            seen = {tier for copy in copies for tier in Tier if (copy.in_l1 if tier is Tier.L1 else copy.in_l2)}
+            assert seen == {tier for tier in Tier if (each, tier) in self.held} == self.table.tiers(each)
+
+    def check_snapshot(self) -> None:
+        """A directory that knows nothing learns all from a snapshot."""
+        fresh = Directory()
+        fresh.node_up(0.0, "n", "i", 99)
+        fresh.resync_begin(0.0, "n", "i")
+        fresh.resync_events(0.0, "n", "i", core_events(list(self.table.snapshot())))
+        fresh.resync_end(0.0, "n", "i", 99)
+        self.check(fresh)
+
+
+def line(start: int, end: int, *prefix: int) -> tuple[bytes, ...]:
+    """Names of blocks [start, end) of one context; equal prefixes are one context."""
+    return tuple(name(*prefix, depth) for depth in range(start, end))
+
+
+def test_a_long_context_grows_and_shrinks() -> None:
+    pair = Pair()
+    names = line(0, 40)
+    pair.apply(Stored(Tier.L1, None, names[:10]))
+    pair.apply(Stored(Tier.L1, names[9], names[10:40]), Stored(Tier.L2, None, names[:40]))
+    pair.check_snapshot()
+    pair.apply(Removed(Tier.L1, (names[39], names[17], names[16], names[38])))
+    pair.check_snapshot()
+    pair.apply(Cleared(Tier.L2))
+    pair.check_snapshot()
+    pair.apply(Stored(Tier.L2, names[15], names[16:20]))
+    pair.check_snapshot()
+
+
+def test_holes_are_named_in_a_snapshot() -> None:
+    """Ancestors held nowhere still say where a block is."""
+    pair = Pair()
+    names = line(0, 60)
+    pair.apply(Stored(Tier.L2, None, names))
+    pair.apply(Removed(Tier.L2, names[:50]))
+    assert len(pair.table) == 60, "ancestors stay while a descendant is held"
+    pair.check_snapshot()
+    pair.apply(Removed(Tier.L2, names[50:]))
+    assert len(pair.table) == 0
+
+
+def test_runs_are_cut() -> None:
+    table = HeldTable()
+    names = line(0, 2 * RUN_BLOCKS_MAX + 5)
+    (first, *rest) = table.apply([Stored(Tier.L1, None, names)])
+    assert first.run is not None
+    assert len(first.run.names) == RUN_BLOCKS_MAX
+    assert len(rest) == 2
+    assert sum(len(change.run.names) - change.run.skip for change in table.snapshot() if change.run) == len(names)
+
+
+def test_events_without_a_place_are_counted_and_skipped() -> None:
+    table = HeldTable()
+    assert table.apply([Stored(Tier.L1, name(7), (name(8),)), Removed(Tier.L1, (name(9),))]) == []
+    assert (table.unknown_parents, table.unknown_removals) == (1, 1)
+
+
+_steps = st.lists(
+    st.tuples(
+        st.sampled_from(["store", "store", "store", "remove", "clear"]),
+        st.sampled_from(list(Tier)),
+        st.integers(0, 3),  # which context
+        st.integers(0, 40),
+        st.integers(1, 24),
+    ),
+    max_size=25,
+)
+
+
+@given(_steps)
+@settings(max_examples=150, deadline=None)
+def test_the_directory_always_knows_what_is_held(steps: list[tuple[str, Tier, int, int, int]]) -> None:
+    # Four contexts: 1 and 2 leave context 0 at blocks 5 and 20, 3 stands alone.
+    trunk = line(0, 64)
+    contexts = [trunk, trunk[:5] + line(5, 64, 1), trunk[:20] + line(20, 64, 2), line(0, 64, 3)]
+    pair = Pair()
+    for kind, tier, which, start, length in steps:
+        names = contexts[which]
+        if kind == "clear":
+            pair.apply(Cleared(tier))
+        elif kind == "remove":
+            held = [each for each in names[start : start + length] if (each, tier) in pair.held]
+            pair.apply(Removed(tier, tuple(held)))
+        else:
+            # An engine stores below what it holds: go on from the deepest known ancestor.
+            while start and len(pair.table.tiers(names[start - 1])) == 0:
+                start -= 1
+            new = [each for each in names[start : start + length]]
+            pair.apply(Stored(tier, names[start - 1] if start else None, tuple(new)))
+    pair.check_snapshot()
+
+
+# -- names of output
+
+
+@given(st.integers(0, 70), st.lists(st.integers(1, 9), max_size=12), st.integers(1, 8))
+@settings(deadline=None)
+def test_output_blocks_are_complete_when_their_kv_is(prompt: int, pieces: list[int], block: int) -> None:
+    """However the ids arrive, the names are those of the whole context without its last sampled token."""
+    root = bytes(32)
+    tokens = np.arange(prompt + sum(pieces), dtype=np.uint32)
+    blocks = ContextBlocks(root, tokens[:prompt], block)
+    told = blocks.names
+    at = prompt
+    for piece in pieces:
+        first, names = blocks.sampled(tokens[at : at + piece])
+        assert first * NAME_BYTES == len(told)
+        told += names
+        at += piece
+        with_kv = tokens[: at - 1].astype("<u4").tobytes()
+        assert told == chain_names(root, with_kv, block)[: len(told)]
+        assert len(told) // NAME_BYTES == max(prompt // block, (at - 1) // block)
+
+
+# -- counts
+
+
+def test_counts_not_heard_of_are_zero_only_when_all_were_sent() -> None:
+    counts = CountsMirror()
+    assert counts.take({b"a": 2, b"b": 1}) == {b"a": 2, b"b": 1}
+    counts.start_over()
+    counts.take({b"b": 3})
+    assert counts.in_force() == {b"a": 2, b"b": 3}, "unknown is not zero"
+    assert counts.complete() == {b"a": 0}
+    assert counts.in_force() == {b"b": 3}
+    assert counts.take({b"b": 0}) == {b"b": 0}
+    assert counts.in_force() == {}
+
+
+# -- reports on their way
+
+
+def entry(request: str, needs: bytes = b"", since_s: float = 0.0) -> Entry:
+    """A report of a request."""
+    ref = reports.RequestRef("t", "b", 1, request)
+    return Entry(ref.key, reports.landed(ref, Phase.PREFILL, 1), needs, since_s)
+
+
+def test_a_report_waits_for_its_block_and_holds_its_request_back() -> None:
+    outbox = Outbox(10, patience_s=2.0)
+    first, second, other = entry("r", needs=b"x"), entry("r"), entry("s")
+    for each in (first, second, other):
+        outbox.put(each)
+    assert outbox.take(lambda _: False, 1, 0.0) == [other]
+    assert outbox.next_wakeup_s() == 2.0
+    assert outbox.take(lambda needed: needed == b"x", 1, 0.5) == [first, second]
+    assert outbox.next_wakeup_s() is None
+
+
+def test_a_report_does_not_wait_for_ever() -> None:
+    outbox = Outbox(10, patience_s=2.0)
+    late = entry("r", needs=b"evicted again")
+    outbox.put(late)
+    assert outbox.take(lambda _: False, 1, 1.9) == []
+    assert outbox.take(lambda _: False, 1, 2.0) == [late]
+
+
+def test_what_was_not_acknowledged_is_sent_again_in_order() -> None:
+    outbox = Outbox(10)
+    first, second, third = entry("1"), entry("2"), entry("3")
+    outbox.put(first)
+    outbox.take(lambda _: True, 4, 0.0)
+    outbox.put(second)
+    outbox.take(lambda _: True, 5, 0.0)
+    outbox.acknowledged(5)  # batch 5 came after the first report and before the second
+    outbox.put(third)
+    outbox.reconnected(1.0)
+    assert outbox.take(lambda _: True, 5, 1.0) == [second, third]
+
+
+def test_old_reports_are_not_repeated() -> None:
+    outbox = Outbox(10, remember_s=60.0)
+    outbox.put(entry("1"))
+    outbox.take(lambda _: True, 1, 0.0)
+    outbox.reconnected(60.0)
+    assert outbox.take(lambda _: True, 1, 60.0) == []
+
+
+def test_the_oldest_reports_go_when_too_many_wait() -> None:
+    outbox = Outbox(2)
+    entries = [entry(str(number)) for number in range(3)]
+    for each in entries:
+        outbox.put(each)
+    assert outbox.dropped == 1
+    assert outbox.take(lambda _: True, 1, 0.0) == entries[1:]
+
+
+# -- restarts
+
+
+def test_waits_double_and_attempts_end() -> None:
+    policy = RestartPolicy(RestartConfig(first_s=1.0, max_s=3.0, attempts=5, window_s=100.0))
+    assert [policy.failed(now) for now in (0.0, 1.0, 2.0, 3.0, 4.0)] == [1.0, 2.0, 3.0, 3.0, None]
+
+
+def test_failures_are_forgotten() -> None:
+    policy = RestartPolicy(RestartConfig(first_s=1.0, max_s=30.0, attempts=2, window_s=100.0))
+    assert [policy.failed(now) for now in (0.0, 100.0, 201.0)] == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("bad", [{"first_s": 0}, {"first_s": 5, "max_s": 1}, {"attempts": 0}, {"window_s": 0}])
+def test_impossible_restart_settings(bad: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="restarts need"):
+        RestartConfig(**bad)  # type: ignore[arg-type]
+
+
+# -- W_n (equation 7 of the paper, its first terms)
+
+PREFILL = PrefillCoefficients(0.01, 1e-3, 1e-6)
+DECODE = DecodeCoefficients(0.02, 0.0, 0.001, 0.0)
+
+
+def test_nothing_waits_on_an_idle_node() -> None:
+    assert wait_s(EngineStatus(decoding=3), {}, {}, PREFILL, DECODE, 100) == 0.0
+
+
+def test_wait_is_what_runs_and_what_queues() -> None:
+    status = EngineStatus(queued={"q": 50}, prefilling={"r": 100})
+    waiting, running = {"q": LegSize(80, 0)}, {"r": LegSize(300, 0)}
+    left = 0.01 + 1e-3 * 100 + 1e-6 * query_key_pairs(100, 200)
+    queued = 0.01 + 1e-3 * 50 + 1e-6 * query_key_pairs(50, 30)
+    assert wait_s(status, waiting, running, PREFILL, DECODE, 100) == pytest.approx(left + queued)
+
+
+def test_a_leg_the_engine_has_not_seen_counts_as_expected() -> None:
+    on_its_way = wait_s(EngineStatus(), {"q": LegSize(80, 30)}, {}, PREFILL, DECODE, 100)
+    seen = wait_s(EngineStatus(queued={"q": 50}), {"q": LegSize(80, 0)}, {}, PREFILL, DECODE, 100)
+    assert on_its_way == pytest.approx(seen)
+
+
+def test_a_decoding_batch_slows_each_prefill_iteration() -> None:
+    idle = EngineStatus(queued={"q": 300})
+    busy = EngineStatus(queued={"q": 300}, decoding=4)
+    waiting = {"q": LegSize(300, 0)}
+    difference = wait_s(busy, waiting, {}, PREFILL, DECODE, 100) - wait_s(idle, waiting, {}, PREFILL, DECODE, 100)
+    assert difference == pytest.approx(3 * DECODE.decode_iteration_s(4))
+
+
+def test_waits_grow_with_the_queue() -> None:
+    sizes = [
+        wait_s(EngineStatus(), {str(n): LegSize(100, 0) for n in range(k)}, {}, PREFILL, DECODE, 64) for k in range(5)
+    ]
+    assert all(shorter < longer for shorter, longer in pairwise(sizes))
+
+
+def test_mean_new_tokens() -> None:
+    assert new_tokens_per_iteration(EngineStatus()) == 0.0
+    assert new_tokens_per_iteration(EngineStatus(prefill_iterations=4, prefill_tokens=100)) == 25.0
+
+
+# -- work (section 4.2)
+
+
+def test_work_of_a_prefill_leg() -> None:
+    sample = prefill_sample("r", 100, CachedTokens(l1=10, l2=20, peer=30), 0.5, 7.0).message
+    assert (sample.uncached_tokens, sample.cached_tokens, sample.restored_tokens) == (40, 60, 50)
+    assert sample.query_key_pairs == query_key_pairs(40, 60)
+
+
+def test_work_of_a_decode_leg() -> None:
+    sample = decode_sample("r", 12, 11, 0.5, 7.0).message
+    assert (sample.output_tokens, sample.iterations, sample.service_s) == (12, 11, 0.5)
