@@ -309,6 +309,7 @@ class LocalCluster:
 
 
 def _kill_group(pid: int) -> None:
+    assert pid > 1, "0 and 1 would reach far beyond this cluster"
     try:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -25,6 +25,7 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
     (tmp_path / "logs").mkdir()
     alone.processes["etcd"] = Process("etcd", 0, "none", "127.0.0.1:1", "")
     yield alone
+    del alone.processes["etcd"]  # there never was one
     alone.stop()
 
 

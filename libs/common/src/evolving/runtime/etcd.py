@@ -62,7 +62,7 @@ class _Member:
         """Whether the connection is up, waiting for it at most `timeout_s`."""
         if self.channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY:
             return True
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, grpc.aio.UsageError):  # the latter: the store was closed meanwhile
             async with asyncio.timeout(timeout_s):
                 await self.channel.channel_ready()
                 return True
