@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -82,6 +82,12 @@ class Node:
     async def until_holds(self, tier: Tier, names: Sequence[bytes]) -> None:
         """Wait until the engine said it holds all of `names`."""
         await self.until(lambda: self.held[tier].issuperset(names))
+
+    async def until_decoding(self, requests: int) -> None:
+        """Wait until the running batch has that many requests."""
+        async for status in self.engine.status_changes():
+            if status.decoding >= requests:
+                return
 
     async def until_idle(self) -> None:
         """Wait until no leg is left in the status."""
@@ -215,3 +221,8 @@ def _served(prefill_events: list[Any], decode_events: list[Any], generated: int)
         assert event.index == generated + len(output), "a gap or a repeat"
         output.extend(event.ids.tolist())
     return Served(output, prefilled.cached, prefill_events, decode_events, tokens)
+
+
+async def collect(events: AsyncIterator[Any]) -> list[Any]:
+    """All events of a leg."""
+    return [event async for event in events]

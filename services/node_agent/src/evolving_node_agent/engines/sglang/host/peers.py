@@ -21,7 +21,7 @@ from .pages import Layout
 
 logger = logging.getLogger(__name__)
 _HEARTBEAT_S = 1.0
-_SILENCE_S = 4.0  # a peer that says nothing for this long is gone
+_SILENCE_S = 8.0  # a peer that says nothing for this long is gone; more than the longest step of a busy one
 _CONNECT_S = 3.0
 
 
