@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -78,6 +79,7 @@ class Script:
     repeat_ids: bool = False  # say each id twice, as a node that was told to resume too early
     skip_at: int | None = None  # leave this output index out, once
     tokens_a_message: int = 1
+    silent: bool = False  # its status stream stays up and says nothing
     output: list[int] | None = None  # what it generates, whatever the prompt; None: next_id of the context
 
     def next_id(self, ids: Sequence[int], prompt_tokens: int) -> int:
@@ -151,8 +153,10 @@ class ScriptedNode(node_agent_pb2_grpc.NodeAgentServiceServicer):
         self._pushes.add(queue)
         try:
             while True:
-                yield self.status
-                await queue.get()
+                if not self.script.silent:
+                    yield self.status
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(queue.get(), 0.5)
         finally:
             self._pushes.discard(queue)
 

@@ -123,7 +123,7 @@ async def announce(
 async def measure(address: str, store: EtcdStore, branches: int) -> list[Row]:
     """All rows."""
     clock, settings = SystemClock(), GatewaySettings()
-    cluster = Cluster(store, KEYS, clock, None, settings.max_message_bytes, Metrics())
+    cluster = Cluster(store, KEYS, clock, Metrics(), token=None, max_message_bytes=1 << 25, silence_s=5.0)
     for number in range(NODES):
         add_node(cluster, f"n{number}")
         await store.put(KEYS.node(f"n{number}"), encode(registration(f"n{number}")))

@@ -214,6 +214,17 @@ async def test_a_request_without_a_deadline_gets_the_gateway_s() -> None:
         assert parse_error(error).reason == "DEADLINE_EXCEEDED"
 
 
+async def test_a_node_that_falls_silent_gets_no_new_work_until_it_speaks() -> None:
+    async with bench("n", node_silence_s=2.0) as it:
+        it.nodes["n"].script.silent = True
+        await eventually(lambda: not it.service.ready.ready)
+        error = await failure(it.generate(PROMPT, sampling=SAMPLING).all())
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        it.nodes["n"].script.silent = False
+        await eventually(lambda: it.service.ready.ready)
+        await finish(it.generate(PROMPT, sampling=SAMPLING))
+
+
 async def test_a_second_call_with_the_same_id_takes_over() -> None:
     async with bench("n") as it:
         it.nodes["n"].script.pause_at = 5

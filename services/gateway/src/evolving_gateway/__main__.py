@@ -49,7 +49,15 @@ async def run_gateway(service: Service[GatewaySettings], store: Store) -> None:
     tokenizer = _tokenizer(settings)
     keys = Keys(settings.etcd_prefix, settings.partition_id)
     token = settings.bearer_token()
-    cluster = Cluster(store, keys, clock, token, settings.max_message_bytes, service.metrics)
+    cluster = Cluster(
+        store,
+        keys,
+        clock,
+        service.metrics,
+        token=token,
+        max_message_bytes=settings.max_message_bytes,
+        silence_s=settings.node_silence_s,
+    )
     directory = DirectoryClient(
         keys, clock, token, settings.directory_timeout_s, settings.finish_retry_s, service.metrics
     )

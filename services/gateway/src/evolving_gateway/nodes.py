@@ -20,6 +20,8 @@ from evolving.runtime.log import get_logger
 from evolving.runtime.metrics import Metrics
 from evolving.runtime.store import Store, StoreUnavailable
 
+_StatusCall = grpc.aio.UnaryStreamCall[node_agent_pb2.WatchStatusRequest, node_agent_pb2.WatchStatusResponse]
+
 _RECONNECT_FIRST_S, _RECONNECT_MAX_S = 0.1, 2.0
 _log = get_logger(__name__)
 
@@ -87,13 +89,23 @@ class Cluster:
     """All nodes by id, and the split. Runs its own watches; `changed` tells when roles or nodes change."""
 
     def __init__(
-        self, store: Store, keys: Keys, clock: Clock, token: str | None, max_message_bytes: int, metrics: Metrics
+        self,
+        store: Store,
+        keys: Keys,
+        clock: Clock,
+        metrics: Metrics,
+        *,
+        token: str | None,
+        max_message_bytes: int,
+        silence_s: float,
     ) -> None:
+        """silence_s: a node whose status stream says nothing for so long gets no new work until it speaks again."""
         self._store = store
         self._keys = keys
         self._clock = clock
         self._token = token
         self._max_message_bytes = max_message_bytes
+        self._silence_s = silence_s
         self._listeners: set[Callable[[], None]] = set()
         self._split = Split(epoch=0, roles={}, reason="none yet", author="", written_wall_s=0.0)
         self._seen_epoch = 0
@@ -232,20 +244,30 @@ class Cluster:
         backoff_s = _RECONNECT_FIRST_S
         request = node_agent_pb2.WatchStatusRequest(partition_id=self._keys.partition)
         while True:
+            call = node.stub.WatchStatus(request)
             try:
-                async for status in node.stub.WatchStatus(request):
+                while isinstance(status := await self._next_status(call), node_agent_pb2.WatchStatusResponse):
                     backoff_s = _RECONNECT_FIRST_S
                     self._take_status(node, status)
+            except TimeoutError:
+                _log.warning("node_silent", node_id=node.node_id, silence_s=self._silence_s)
             except grpc.aio.AioRpcError as error:
                 if node.watching:
                     _log.warning(
                         "node_unreachable", node_id=node.node_id, code=error.code().name, error=error.details()
                     )
+            finally:
+                call.cancel()
             if node.watching:
                 node.watching = False
                 self._notify()
             await self._clock.sleep(backoff_s)
             backoff_s = min(_RECONNECT_MAX_S, 2 * backoff_s)
+
+    async def _next_status(self, call: _StatusCall) -> object:
+        """The next status, or EOF. Raises TimeoutError when the node says nothing: it speaks every second if it can."""
+        async with asyncio.timeout(self._silence_s):
+            return await call.read()
 
     def _take_status(self, node: Node, status: node_agent_pb2.WatchStatusResponse) -> None:
         before = (node.ready, self.role(node))

@@ -51,6 +51,9 @@ class GatewaySettings(ServiceSettings):
         30.0, gt=0, description="how long a decode node may look for room before another is asked, seconds"
     )
     requotes_max: int = Field(2, ge=0, le=10, description="times a node may send a request back for a longer wait")
+    node_silence_s: float = Field(
+        10.0, ge=2, description="a node whose status stream is silent for so long gets no new work, seconds"
+    )
     recover_s: float = Field(
         60.0,
         ge=0,
