@@ -131,6 +131,13 @@ async def test_a_clean_up_that_hangs_is_cut_off_at_the_grace_period(tmp_path: Pa
         assert "drain_overran" in [line["event"] for line in running.lines]
 
 
+async def test_a_signal_during_the_start_ends_it_at_once() -> None:
+    async with tiny("--grace-s=3000", "--stuck") as running:
+        await running.event("listening")
+        running.process.send_signal(signal.SIGTERM)
+        assert await running.end() == (0, "cleaned up\n")
+
+
 async def test_a_loop_that_fails_ends_the_service_with_status_1() -> None:
     async with tiny("--fail-loop") as running:
         failed = await running.event("loop_failed")

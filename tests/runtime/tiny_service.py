@@ -23,6 +23,7 @@ class TinySettings(ServiceSettings):
     service: ClassVar[str] = "tiny"
     needs_etcd: bool = Field(False, description="whether it is ready only while etcd answers")
     fail_loop: bool = Field(False, description="whether its loop fails at once")
+    stuck: bool = Field(False, description="whether it never gets as far as serving")
     stubborn: bool = Field(False, description="whether its clean-up never ends")
     killed_file: Path | None = Field(None, description="written when it is killed, instead of drained")
 
@@ -69,6 +70,8 @@ async def serve(service: Service[TinySettings]) -> None:
                 await service.serve()
         else:
             await service.start()
+            if settings.stuck:
+                await asyncio.Event().wait()
             if settings.fail_loop:
                 service.spawn(fail(), "fail")
             await service.serve()

@@ -56,6 +56,7 @@ class Service(Generic[Settings]):
         self._stop = asyncio.Event()
         self._deadline_s: float | None = None  # of everything, once stopping
         self._failed = False
+        self._serving = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._on_drain: list[Callable[[], Awaitable[None]]] = []
         self._on_kill: list[Callable[[], None]] = []
@@ -64,6 +65,11 @@ class Service(Generic[Settings]):
     def stopping(self) -> bool:
         """Whether a signal, `stop` or a failed loop has begun the drain."""
         return self._stop.is_set()
+
+    @property
+    def serving(self) -> bool:
+        """Whether `main` has come to `serve`. Until then a signal cancels it: there is nothing to drain."""
+        return self._serving
 
     @property
     def failed(self) -> bool:
@@ -132,6 +138,7 @@ class Service(Generic[Settings]):
     async def serve(self) -> None:
         """Serve until told to stop, then drain: not ready, `on_drain` callbacks, no new calls, running ones get what
         is left of the grace period, then they are cancelled. Returns with the servers stopped."""
+        self._serving = True
         await self.wait_stopping()
         assert self._deadline_s is not None
         _log.info("draining", in_flight=self.server.guard.in_flight, grace_s=self.settings.grace_s)
@@ -147,12 +154,15 @@ class Service(Generic[Settings]):
         await self.server.stop(max(0.0, self._deadline_s - reserve_s - self.clock.now_s()))
         await self._http.stop()
 
-    async def close(self) -> None:
-        """Cancel the loops and wait for them."""
+    async def close(self) -> bool:
+        """Cancel the loops; whether they ended in what is left of the grace period."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if not tasks:
+            return True
+        _, pending = await asyncio.wait(tasks, timeout=self.remaining_s())
+        return not pending
 
     def remaining_s(self) -> float:
         """What is left of the grace period once stopping."""
@@ -208,14 +218,19 @@ async def _run(settings: Settings, main: Callable[[Service[Settings]], Coroutine
     stopped = asyncio.create_task(service.wait_stopping(), name="stopping")
     await asyncio.wait((body, stopped), return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
+    service.stop()  # a main that ended by itself: from here on everything is bounded by the grace period
     if not body.done():
+        if not service.serving:
+            body.cancel()
         await asyncio.wait((body,), timeout=service.remaining_s())
-    if not body.done():
+    if not body.done() or not await service.close():
         _log.error("drain_overran", grace_s=settings.grace_s)
         service.exit_now(EXIT_FAILED)
-    await service.close()
     try:
         body.result()
+    except asyncio.CancelledError:
+        await service.server.stop(0)
+        _log.info("stopped_before_serving")
     except SettingsError as error:
         _log.error("settings_refused", problems=error.problems)
         return EXIT_SETTINGS
