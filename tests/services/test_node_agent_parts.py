@@ -169,11 +169,10 @@ def test_the_directory_always_knows_what_is_held(steps: list[tuple[str, Tier, in
             held = [each for each in names[start : start + length] if (each, tier) in pair.held]
             pair.apply(Removed(tier, tuple(held)))
         else:
-            # An engine stores below what it holds: go on from the deepest known ancestor.
-            while start and len(pair.table.tiers(names[start - 1])) == 0:
-                start -= 1
-            new = [each for each in names[start : start + length]]
-            pair.apply(Stored(tier, names[start - 1] if start else None, tuple(new)))
+            # An engine stores below what it holds: go on from the deepest held ancestor.
+            first = max((at + 1 for at in range(start) if pair.table.tiers(names[at])), default=0)
+            parent = names[first - 1] if first else None
+            pair.apply(Stored(tier, parent, names[first : start + length]))
     pair.check_snapshot()
 
 
@@ -324,9 +323,8 @@ def test_a_decoding_batch_slows_each_prefill_iteration() -> None:
 
 
 def test_waits_grow_with_the_queue() -> None:
-    sizes = [
-        wait_s(EngineStatus(), {str(n): LegSize(100, 0) for n in range(k)}, {}, PREFILL, DECODE, 64) for k in range(5)
-    ]
+    queues = [{str(leg): LegSize(100, 0) for leg in range(length)} for length in range(5)]
+    sizes = [wait_s(EngineStatus(), queue, {}, PREFILL, DECODE, 64) for queue in queues]
     assert all(shorter < longer for shorter, longer in pairwise(sizes))
 
 

@@ -11,6 +11,7 @@ from evolving.runtime.service import Service, run_service
 from evolving.runtime.settings_loader import load
 from evolving_node_agent.discovery import Address, follow_directory, follow_planner
 from evolving_node_agent.engine_factory import coefficients, make_engine
+from evolving_node_agent.engines.port import Engine
 from evolving_node_agent.lives import EngineLives
 from evolving_node_agent.node import Node
 from evolving_node_agent.reporter import DirectoryReporter
@@ -23,12 +24,12 @@ from evolving_node_agent.work import WorkReporter
 _FAREWELL_S = 1.0
 
 
-async def run_node_agent(service: Service[NodeAgentSettings]) -> None:
-    """Keep one engine alive and in the cluster, until told to stop."""
+async def run_node_agent(service: Service[NodeAgentSettings], engine: Engine | None = None) -> None:
+    """Keep one engine alive and in the cluster, until told to stop. None: the engine of the settings."""
     settings, clock = service.settings, service.clock
     store = service.open_store()
     keys = Keys(settings.etcd_prefix, settings.partition_id)
-    engine = make_engine(settings, clock)
+    engine = engine or make_engine(settings, clock)
     node = Node(settings.node_id, engine, *coefficients(settings), clock)
     token = service.settings.bearer_token()
     directory = DirectoryReporter(
