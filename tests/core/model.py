@@ -81,7 +81,11 @@ class ModelNode:
 
     def holds(self, name: Name) -> bool:
         """In any tier."""
-        return any(name in held for held in self.held.values())
+        return name in self.held[Tier.L1] or name in self.held[Tier.L2]
+
+    def names(self) -> set[Name]:
+        """All it holds."""
+        return self.held[Tier.L1] | self.held[Tier.L2]
 
 
 class Model:
@@ -369,21 +373,17 @@ class Model:
 
     # --------------------------------------------------------------------------------------------------------- counts
 
-    def counts(self, phases: Iterable[Phase] = tuple(Phase)) -> Counter[tuple[str, Name]]:
-        """Pairs of branch and phase that have a block in their context, and its home on a node that holds it: by node
-        and block."""
+    def counts(self, phase: Phase) -> Counter[tuple[str, Name]]:
+        """Branches that have a block in their context, and its home of a phase on a node that holds it: by node and
+        block."""
         found: Counter[tuple[str, Name]] = Counter()
+        held = {node_id: node.names() for node_id, node in self.nodes.items()}
         for branch in self.live_branches():
-            for phase in phases:
-                for name in branch.context:
-                    home = branch.homes[phase].get(name)
-                    if home is not None and self.nodes[home].holds(name):
-                        found[home, name] += 1
+            for name in branch.context:
+                home = branch.homes[phase].get(name)
+                if home is not None and name in held[home]:
+                    found[home, name] += 1
         return found
-
-    def node_counts(self, node_id: str) -> dict[Name, int]:
-        """Nonzero counts of a node."""
-        return {name: count for (node, name), count in self.counts().items() if node == node_id}
 
     def holders(self, name: Name, tier: Tier | None = None) -> frozenset[str]:
         """Nodes that hold a block, in one tier or in any."""
@@ -411,17 +411,38 @@ class Model:
                 return depth
         return len(context)
 
+
+@dataclass
+class Tally:
+    """All counts at one moment."""
+
+    prefill: Counter[tuple[str, Name]]
+    decode: Counter[tuple[str, Name]]
+    kept: set[Name]  # by any node
+
+    @classmethod
+    def of(cls, model: Model) -> Tally:
+        """Count anew."""
+        kept = set().union(*(node.names() for node in model.nodes.values()))
+        return cls(model.counts(Phase.PREFILL), model.counts(Phase.DECODE), kept)
+
+    def on(self, node_id: str) -> dict[Name, int]:
+        """Nonzero counts of a node, both phases."""
+        total = self.prefill + self.decode
+        return {name: count for (node, name), count in total.items() if node == node_id}
+
     def held_shared_zero(self, names: Iterable[Name]) -> tuple[int, int, int]:
         """Blocks counted by a branch or more; by two or more PREFILL counts; kept by a node and counted by none."""
-        total: Counter[Name] = Counter()
         prefill: Counter[Name] = Counter()
-        for (_, name), count in self.counts().items():
-            total[name] += count
-        for (_, name), count in self.counts([Phase.PREFILL]).items():
+        total: Counter[Name] = Counter()
+        for (_, name), count in self.prefill.items():
             prefill[name] += count
+            total[name] += count
+        for (_, name), count in self.decode.items():
+            total[name] += count
         held = shared = zero = 0
         for name in names:
             held += total[name] >= 1
             shared += prefill[name] >= 2
-            zero += total[name] == 0 and bool(self.holders(name))
+            zero += total[name] == 0 and name in self.kept
         return held, shared, zero

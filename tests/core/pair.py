@@ -8,7 +8,7 @@ from hashlib import sha256
 from typing import TypeVar
 
 import pytest
-from core.model import Key, Model, ModelBranch, ModelNode, Name, common_prefix, split_names
+from core.model import Key, Model, ModelBranch, ModelNode, Name, Tally, common_prefix, split_names
 
 from evolving.core import directory_types as types
 from evolving.core.config import DirectoryConfig
@@ -278,7 +278,8 @@ class Pair:
     def compare(self) -> None:
         """Everything both can be asked, except matches."""
         self.core.check_invariants()
-        self._compare_counts()
+        tally = Tally.of(self.model)
+        self._compare_counts(tally)
         stats = self.core.stats()
         live = self.model.live_branches()
         assert stats.live_branches == len(live)
@@ -293,14 +294,13 @@ class Pair:
             assert view.parent_branch_id == branch.parent_branch_id
             assert view.idle_s == self.now_s - branch.heard_s
             if branch.state is types.BranchState.LIVE:
-                self._compare_branch(view, branch)
+                self._compare_branch(view, branch, tally)
 
-    def _compare_counts(self) -> None:
-        counts = self.model.counts()
+    def _compare_counts(self, tally: Tally) -> None:
         assert {node.node_id for node in self.core.stats().nodes} == set(self.model.nodes)
         for stats in self.core.stats().nodes:
             node = self.model.nodes[stats.node_id]
-            mine = {name: count for (node_id, name), count in counts.items() if node_id == stats.node_id}
+            mine = tally.on(stats.node_id)
             kept = {name: count for names, count in self.core.node_counts(stats.node_id) for name in split_names(names)}
             assert kept == mine
             assert stats.held_blocks == len(mine)
@@ -317,13 +317,12 @@ class Pair:
             if node_id not in self.heard
         }
         report = self.core.audit(settled)
-        assert (report.compared, report.mismatch_count, report.mismatches) == (len(counts), 0, ())
+        assert (report.compared, report.mismatch_count, report.mismatches) == (len(tally.prefill | tally.decode), 0, ())
         assert report.nonzero_after_end == 0
-        kept_somewhere = {name for node in self.model.nodes.values() for held in node.held.values() for name in held}
         pool = self.core.pool_counts()
-        assert (pool.held_blocks, pool.shared_blocks, pool.zero_blocks) == self.model.held_shared_zero(kept_somewhere)
+        assert (pool.held_blocks, pool.shared_blocks, pool.zero_blocks) == tally.held_shared_zero(tally.kept)
 
-    def _compare_branch(self, view: types.BranchView, branch: ModelBranch) -> None:
+    def _compare_branch(self, view: types.BranchView, branch: ModelBranch, tally: Tally) -> None:
         assert view.prompt_blocks == len(branch.prompt)
         assert view.prompt_blocks + view.output_blocks == len(branch.context)
         assert view.running_requests == len(branch.running())
@@ -335,7 +334,7 @@ class Pair:
                 homes[home.phase][name] = home.node_id
         assert homes == branch.homes
         assert [home.phase for home in view.homes] == sorted(home.phase for home in view.homes)
-        expected = self.model.held_shared_zero(branch.context)
+        expected = tally.held_shared_zero(branch.context)
         for counts in (view.counts, self.core.context_counts(*branch.key)):
             assert (counts.held_blocks, counts.shared_blocks, counts.zero_blocks) == expected
         children = {key[1] for key, parent in self.model.lineage.items() if parent == branch.key}
@@ -380,7 +379,7 @@ class Pair:
         assert view is not None
         assert view.depth == len(self.paths[name]) - 1
         assert set(view.branches) == branches
-        prefill, decode = self.model.counts([Phase.PREFILL]), self.model.counts([Phase.DECODE])
+        prefill, decode = self.model.counts(Phase.PREFILL), self.model.counts(Phase.DECODE)
         copies = {copy.node_id: copy for copy in view.copies}
         assert set(copies) == holders
         for node_id, copy in copies.items():
