@@ -82,20 +82,24 @@ def middle_and_tail(samples: list[float]) -> tuple[float, float]:
     return statistics.median(ordered), ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
 
 
-def load(pool: Pool, rng: random.Random, blocks: int) -> tuple[float, float]:
-    """Fill the pool with contexts nobody counts, in runs of 16. Returns blocks a second and bytes a block."""
+def load(pool: Pool, rng: random.Random, blocks: int) -> float:
+    """Fill the pool with contexts nobody counts, in batches of 16. Returns blocks a second."""
     contexts = [rng.randbytes(2_048 * NAME_BYTES) for _ in range(blocks // 2_048)]
     start = time.thread_time()
     for number, names in enumerate(contexts):
         pool.store(number % NODES, Tier.L2, names, 0, 2_048)
-    rate = len(contexts) * 2_048 / (time.thread_time() - start)
-    small = Pool()
+    return len(contexts) * 2_048 / (time.thread_time() - start)
+
+
+def bytes_per_block(rng: random.Random, short: bool) -> float:
+    """Memory of the index for contexts of 2,048 blocks."""
+    pool = Pool()
     tracemalloc.start()
-    for number in range(50):
-        small.store(number % NODES, Tier.L2, rng.randbytes(2_048 * NAME_BYTES), 0, 2_048)
+    for _ in range(50):
+        pool.store_context(rng, rng.randbytes(2_048 * NAME_BYTES), short)
     held = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    return rate, held / (50 * 2_048)
+    return held / (50 * 2_048)
 
 
 def begins(pool: Pool, rng: random.Random, tokens: int, short: bool) -> list[Row]:
@@ -180,10 +184,12 @@ def main() -> None:
     arguments = parser.parse_args()
     rng = random.Random(7)
     pool = Pool()
-    insert_rate, block_bytes = load(pool, rng, arguments.blocks)
+    insert_rate = load(pool, rng, arguments.blocks)
     gc.collect()
     gc.freeze()  # runs form no cycles; a service freezes them too
-    print(f"{arguments.blocks:,} blocks loaded in batches of 16: {insert_rate / 1e6:.2f} M/s, {block_bytes:.0f} B each")
+    print(f"{arguments.blocks:,} blocks loaded in batches of 16: {insert_rate / 1e6:.2f} M/s")
+    memory = {kind: bytes_per_block(rng, kind == "short") for kind in ("long", "short")}
+    print(f"bytes a block: {memory['long']:.0f} in long runs, {memory['short']:.0f} in short ones")
     rows = []
     for short in (False, True):
         for tokens in CONTEXT_TOKENS:
@@ -195,7 +201,7 @@ def main() -> None:
     chain_us = hashing(rng)
     print(f"SHA-256 chain: 128k tokens {chain_us['chain_128k_us']:.0f} us, 1k {chain_us['chain_1k_us']:.1f} us")
     if arguments.json:
-        figures = {"insert_blocks_per_s": insert_rate, "bytes_per_block": block_bytes, **chain_us}
+        figures = {"insert_blocks_per_s": insert_rate, "bytes_per_block": memory, **chain_us}
         arguments.json.write_text(json.dumps({**figures, "rows": [row._asdict() for row in rows]}, indent=1))
 
 
