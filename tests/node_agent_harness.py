@@ -208,7 +208,7 @@ async def agent(
 
 
 @dataclass
-class ScriptedDirectory(directory_pb2_grpc.DirectoryServiceServicer):
+class ScriptedDirectory:
     """Keeps what nodes say and says what tests tell it to."""
 
     term: int = 1
@@ -220,7 +220,8 @@ class ScriptedDirectory(directory_pb2_grpc.DirectoryServiceServicer):
 
     async def ConnectNode(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
         """One stream."""
-        self._outgoing = outgoing = asyncio.Queue()
+        outgoing: asyncio.Queue[directory_pb2.ConnectNodeResponse | None] = asyncio.Queue()
+        self._outgoing = outgoing
         reader = asyncio.create_task(self._read(request_iterator, outgoing))
         try:
             while (response := await outgoing.get()) is not None:
@@ -258,7 +259,20 @@ class ScriptedDirectory(directory_pb2_grpc.DirectoryServiceServicer):
 
     def said(self, kind: str) -> list[Any]:
         """All events of a kind, in order."""
-        return [getattr(event, kind) for event in self.events if event.HasField(kind)]
+        return [getattr(event, kind) for event in self.events if event.WhichOneof("event") == kind]
+
+
+class _StreamOnly(directory_pb2_grpc.DirectoryServiceServicer):
+    """The method nodes call; the others no node calls."""
+
+    def __init__(self, directory: ScriptedDirectory) -> None:
+        self._directory = directory
+
+    def ConnectNode(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+        """One stream."""
+        return self._directory.ConnectNode(request_iterator, context)
+
+    Begin = Finish = End = ReadBranch = None  # type: ignore[assignment]
 
 
 @asynccontextmanager
@@ -266,7 +280,7 @@ async def scripted_directory(etcd: Etcd, **fields: Any) -> AsyncIterator[Scripte
     """A scripted directory that etcd names."""
     directory = ScriptedDirectory(**fields)
     server = grpc.aio.server()
-    directory_pb2_grpc.add_DirectoryServiceServicer_to_server(directory, server)
+    directory_pb2_grpc.add_DirectoryServiceServicer_to_server(_StreamOnly(directory), server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     async with open_store(etcd) as store:

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import pytest
@@ -223,10 +224,14 @@ async def test_priority_then_arrival(nodes: list[Node]) -> None:
     for number, priority in enumerate([0, 5, 0, 5, -1]):
         job, _ = jobs(node, prompt(101 + number, 600), greedy(1), priority=priority)
         legs.append(asyncio.create_task(queued(number, Leg(node.engine.prefill(job)))))
-        await _until_status(node, lambda count=number + 1: len(node.engine.status().queued) >= count)
+        await _until_status(node, partial(_queues, node, number + 1))
     await asyncio.gather(*legs)
     assert await blocker.error() is None
     assert order == [1, 3, 0, 2, 4]
+
+
+def _queues(node: Node, legs: int) -> bool:
+    return len(node.engine.status().queued) >= legs
 
 
 async def _until_status(node: Node, holds: Callable[[], bool]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import pytest
 from engine.conftest import Starter, check_engine
@@ -100,9 +101,13 @@ async def test_events_follow_every_eviction(start: Starter) -> None:
             gone = set(node.parents)
             for tier in Tier:
                 digests = await node.engine.block_digests(sorted(node.parents), tier)
-                await node.until(lambda node=node, tier=tier, digests=digests: node.held[tier] == set(digests))
+                await node.until(partial(_is_held, node, tier, set(digests)))
                 gone -= set(digests)
             assert gone, "more went through than fits"
+
+
+def _is_held(node: Node, tier: Tier, names: set[bytes]) -> bool:
+    return node.held[tier] == names
 
 
 async def test_pressure_from_both_sides_changes_no_token(start: Starter) -> None:

@@ -137,8 +137,8 @@ async def test_bad_legs_are_refused_and_the_node_serves_on(etcd: Etcd) -> None:
             detail = await refusal(node.stub.Prefill(prefill_request(GOOD, quoted_wait_s=wait_s)))
             assert detail.status is grpc.StatusCode.INVALID_ARGUMENT
         for fields in ({"source_address": ""}, {"reserve_deadline_s": -1.0}, {"reserve_deadline_s": math.nan}):
-            request = decode_request(prefill_request(GOOD), registration.transfer_address, **fields)
-            assert (await refusal(node.stub.Decode(request))).status is grpc.StatusCode.INVALID_ARGUMENT
+            decode = decode_request(prefill_request(GOOD), registration.transfer_address, **fields)
+            assert (await refusal(node.stub.Decode(decode))).status is grpc.StatusCode.INVALID_ARGUMENT
         assert node.engine.status().iterations == 0, "no engine saw any of it"
         assert len((await node.serve(prefill_request(GOOD)))[2]) == 32
 
@@ -147,7 +147,7 @@ async def test_another_partition_is_refused_everywhere(etcd: Etcd) -> None:
     async with agent(etcd) as node:
         await node.ready()
         stub = node.stub
-        other = {"partition_id": "p1"}
+        other: dict[str, Any] = {"partition_id": "p1"}
         for call in (
             stub.Prefill(prefill_request(GOOD, **other)),
             stub.Decode(decode_request(prefill_request(GOOD), "127.0.0.1:1", **other)),

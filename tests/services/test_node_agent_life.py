@@ -145,7 +145,7 @@ async def _stop(node: Agent) -> bool:
 async def test_status_is_pushed_without_a_change_and_on_change(etcd: Etcd) -> None:
     async with agent(etcd, mock={"speed_up": 0.2}) as node:
         await node.ready()
-        call = node.stub.WatchStatus(node_agent_pb2.WatchStatusRequest(partition_id="p0"))
+        call: Any = node.stub.WatchStatus(node_agent_pb2.WatchStatusRequest(partition_id="p0"))
         first, second = await call.read(), await call.read()
         assert (first.queued_legs, second.queued_legs) == (0, 0), "a sign of life without a change"
         call.cancel()
