@@ -7,7 +7,7 @@ Whatever changes a count yields a `CountUpdate` with the new one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from evolving.core.branches import Branch
@@ -127,14 +127,12 @@ class RefCounts:
         if not changes:
             return None
         # All cuts come first: one of them may find a broken chain.
-        moves = [(old, list(self.pieces(branch.tip, begin, until))) for begin, until, old in changes]
+        moves = [(old, self.pieces(branch.tip, begin, until)) for begin, until, old in changes]
         for old, runs in moves:
-            source = None if old == HomeMap.NOBODY else self.by_number[old]
-            for run in runs:
-                if source is not None:
-                    self._leave(run, source, phase, reason, effects)
-                if to is not None:
-                    self._join(run, to, phase, reason, effects)
+            if old != HomeMap.NOBODY:
+                self._leave(runs, self.by_number[old], phase, reason, effects)
+            if to is not None:
+                self._join(runs, to, phase, reason, effects)
         homes.assign(first, end, number)
         return changes[0][0]
 
@@ -154,22 +152,20 @@ class RefCounts:
         for first, end in held:
             self.move(branch, phase, first, end, node, reason, effects)
 
-    def pieces(self, tip: Run | None, first: int, end: int) -> Iterator[Run]:
-        """The runs of a path that make up exactly the blocks [first, end), deepest first; splits at both ends before it
-        gives the first. Raises BrokenChain."""
+    def pieces(self, tip: Run | None, first: int, end: int) -> list[Run]:
+        """The runs of a path that make up exactly the blocks [first, end), deepest first; cut out at both ends. Raises
+        BrokenChain."""
         run = self._run_before(tip, end)
         if run.start + run.size > end:
             run = self._index.split(run, end - run.start)
-        lowest = self._run_before(run, first + 1)
-        if lowest.start < first:
-            self._index.split(lowest, first - lowest.start)
-        while True:
-            above = run.parent
-            yield run
-            if run is lowest:
-                return
-            assert above is not None
-            run = above
+        runs = [run]
+        while run.start > first:
+            assert run.parent is not None
+            run = run.parent
+            runs.append(run)
+        if run.start < first:
+            self._index.split(run, first - run.start)
+        return runs
 
     @staticmethod
     def _run_before(tip: Run | None, end: int) -> Run:
@@ -180,35 +176,38 @@ class RefCounts:
         assert run is not None
         return run
 
-    def _join(self, run: Run, node: Node, phase: Phase, reason: str, effects: list[Effect]) -> None:
-        """One more branch has its home of this run there."""
+    def _join(self, runs: list[Run], node: Node, phase: Phase, reason: str, effects: list[Effect]) -> None:
+        """One more branch has its home of these runs there."""
         key = home_key(node.number, phase)
-        if run.homes is None:
-            run.homes = {key: 1}
-        else:
-            run.homes[key] = run.homes.get(key, 0) + 1
-        if (run.l1 | run.l2) & node.bit:
-            count = count_at(run.homes, node.number)
-            if count == 1:
-                node.held_blocks += run.size
-            effects.append(CountUpdate(node.node_id, run.names, count, reason))
+        for run in runs:
+            homes = run.homes
+            if homes is None:
+                homes = run.homes = {key: 1}
+            else:
+                homes[key] = homes.get(key, 0) + 1
+            if (run.l1 | run.l2) & node.bit:
+                count = count_at(homes, node.number)
+                if count == 1:
+                    node.held_blocks += run.size
+                effects.append(CountUpdate(node.node_id, run.names, count, reason))
 
-    def _leave(self, run: Run, node: Node, phase: Phase, reason: str, effects: list[Effect]) -> None:
-        """One branch less has its home of this run there."""
+    def _leave(self, runs: list[Run], node: Node, phase: Phase, reason: str, effects: list[Effect]) -> None:
+        """One branch less has its home of these runs there."""
         key = home_key(node.number, phase)
-        homes = run.homes
-        assert homes is not None
-        if homes[key] > 1:
-            homes[key] -= 1
-        elif len(homes) > 1:
-            del homes[key]
-        else:
-            run.homes = None
-        if (run.l1 | run.l2) & node.bit:
-            count = count_at(run.homes, node.number)
-            if count == 0:
-                node.held_blocks -= run.size
-            effects.append(CountUpdate(node.node_id, run.names, count, reason))
+        for run in runs:
+            homes = run.homes
+            assert homes is not None
+            if homes[key] > 1:
+                homes[key] -= 1
+            elif len(homes) > 1:
+                del homes[key]
+            else:
+                homes = run.homes = None
+            if (run.l1 | run.l2) & node.bit:
+                count = 0 if homes is None else count_at(homes, node.number)
+                if count == 0:
+                    node.held_blocks -= run.size
+                effects.append(CountUpdate(node.node_id, run.names, count, reason))
 
     # --------------------------------------------------------------------------------------------------------- contexts
 
