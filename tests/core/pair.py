@@ -8,7 +8,8 @@ from hashlib import sha256
 from typing import TypeVar
 
 import pytest
-from core.model import Key, Model, ModelBranch, ModelNode, Name, Tally, common_prefix, split_names
+from core.model import Key, Model, ModelBranch, ModelNode, Name, common_prefix, split_names
+from core.tally import Tally
 
 from evolving.core import directory_types as types
 from evolving.core.config import DirectoryConfig
