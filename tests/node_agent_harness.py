@@ -268,9 +268,10 @@ class _StreamOnly(directory_pb2_grpc.DirectoryServiceServicer):
     def __init__(self, directory: ScriptedDirectory) -> None:
         self._directory = directory
 
-    def ConnectNode(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
+    async def ConnectNode(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
         """One stream."""
-        return self._directory.ConnectNode(request_iterator, context)
+        async for response in self._directory.ConnectNode(request_iterator, context):
+            yield response
 
     Begin = Finish = End = ReadBranch = None  # type: ignore[assignment]
 
