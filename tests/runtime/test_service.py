@@ -155,7 +155,7 @@ async def test_a_port_that_is_taken_is_a_settings_error() -> None:
                 assert (await second.end())[0] == 2
 
 
-async def test_without_etcd_it_lives_and_is_not_ready_and_with_it_it_is(etcd: Etcd) -> None:
+async def test_it_becomes_ready_with_etcd_and_stays_so_without(etcd: Etcd) -> None:
     etcd.kill()
     async with tiny("--needs-etcd", f"--etcd-endpoints={etcd.endpoints[0]}", "--etcd-timeout-s=0.5") as running:
         listening = await running.event("listening")
@@ -173,6 +173,14 @@ async def test_without_etcd_it_lives_and_is_not_ready_and_with_it_it_is(etcd: Et
                     pass
             assert (await http(listening["http"], "/readyz"))[0] == 200
             watch.cancel()
+            etcd.kill()
+            await running.event("etcd_away")
+            assert (await stub.Check(health_pb2.HealthCheckRequest())).status == STATES.SERVING
+            status, body = await http(listening["http"], "/readyz")
+            assert (status, json.loads(body)["degraded"]) == (200, ["etcd"])
+            assert 'evolving_condition{condition="etcd"} 0.0' in (await http(listening["http"], "/metrics"))[1]
+            await etcd.start()
+            await running.event("etcd_ready")
         async with EtcdStore(etcd.endpoints, clock=SystemClock()) as store:
             async with asyncio.timeout(PATIENCE_S), contextlib.aclosing(store.watch("/tiny")) as batches:
                 while not (await anext(batches)).puts:

@@ -14,6 +14,7 @@ import structlog
 from evolving.runtime import log
 from evolving.runtime.clock import ManualClock
 from evolving.runtime.keys import BadRecord, Keys, NodeRegistration, ServiceRegistration, Split, decode, encode
+from evolving.runtime.metrics import Metrics
 from evolving.runtime.readiness import Readiness
 
 NODE = NodeRegistration(
@@ -157,6 +158,29 @@ def test_readiness_is_every_condition_and_tells_flips_only() -> None:
     readiness.set("etcd", True)
     assert not readiness.ready
     assert told == [False, True, False, True, False]
+
+
+def test_what_is_needed_once_degrades_when_it_is_lost() -> None:
+    readiness = Readiness()
+    readiness.require("etcd", once=True)
+    assert (readiness.ready, readiness.degraded) == (False, ())
+    readiness.set("etcd", False, "does not answer")
+    assert not readiness.ready  # it never held
+    readiness.set("etcd", True)
+    assert (readiness.ready, readiness.degraded) == (True, ())
+    readiness.set("etcd", False, "does not answer")
+    assert (readiness.ready, readiness.degraded) == (True, ("etcd",))
+    assert readiness.conditions()["etcd"] == {"ok": False, "detail": "does not answer"}
+
+
+def test_conditions_are_metrics() -> None:
+    readiness, metrics = Readiness(), Metrics()
+    metrics.follow(readiness)
+    readiness.require("nodes")
+    readiness.set("etcd", True)
+    shown = metrics.exposition().decode()
+    assert 'evolving_condition{condition="etcd"} 1.0' in shown
+    assert 'evolving_condition{condition="nodes"} 0.0' in shown
 
 
 def test_requiring_what_is_already_there_keeps_it() -> None:

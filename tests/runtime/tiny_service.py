@@ -21,7 +21,7 @@ class TinySettings(ServiceSettings):
     """Serve a method that waits."""
 
     service: ClassVar[str] = "tiny"
-    needs_etcd: bool = Field(False, description="whether it is ready only while etcd answers")
+    needs_etcd: bool = Field(False, description="whether it begins to serve only once etcd answers")
     fail_loop: bool = Field(False, description="whether its loop fails at once")
     stuck: bool = Field(False, description="whether it never gets as far as serving")
     stubborn: bool = Field(False, description="whether its clean-up never ends")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.gc_collector import GCCollector
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
 
 from evolving.runtime.readiness import Readiness
 from evolving.runtime.settings import join_address, split_address
@@ -44,9 +46,27 @@ class Metrics:
         """A distribution; buckets are upper bounds in the name's unit."""
         return Histogram(f"evolving_{name}", text, labels, buckets=buckets, registry=self.registry)
 
+    def follow(self, readiness: Readiness) -> None:
+        """Show each condition of a service's readiness as a gauge, read at each scrape."""
+        self.registry.register(_Conditions(readiness))
+
     def exposition(self) -> bytes:
         """Everything, in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+class _Conditions(Collector):
+    def __init__(self, readiness: Readiness) -> None:
+        self._readiness = readiness
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """What the registry calls at a scrape."""
+        family = GaugeMetricFamily(
+            "evolving_condition", "1 while a need of this service is met.", labels=["condition"]
+        )
+        for name, condition in self._readiness.conditions().items():
+            family.add_metric([name], float(bool(condition["ok"])))
+        yield family
 
 
 class MetricsServer:
@@ -98,6 +118,8 @@ class MetricsServer:
         return lines.encode() + (b"" if method == "HEAD" else body)
 
     def _ready(self) -> tuple[str, str, bytes]:
-        body = json.dumps({"ready": self._readiness.ready, "conditions": self._readiness.conditions()}, indent=1)
-        status = "200 OK" if self._readiness.ready else "503 Service Unavailable"
+        readiness = self._readiness
+        shown = {"ready": readiness.ready, "degraded": readiness.degraded, "conditions": readiness.conditions()}
+        body = json.dumps(shown, indent=1)
+        status = "200 OK" if readiness.ready else "503 Service Unavailable"
         return status, "application/json", body.encode() + b"\n"

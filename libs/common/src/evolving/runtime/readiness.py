@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class _Condition:
+    once: bool  # needed to begin serving; lost later it only degrades the service
+    ok: bool = False
+    detail: str = "not yet"
+    began: bool = False  # has held at some time
+
+    @property
+    def degraded(self) -> bool:
+        return self.once and self.began and not self.ok
 
 
 class Readiness:
-    """Named conditions. The service is ready while each of them is true and it isn't draining."""
+    """Named conditions. The service is ready while each of them holds, or has held where it is needed only once, and
+    it isn't draining."""
 
     def __init__(self) -> None:
-        self._conditions: dict[str, tuple[bool, str]] = {}
+        self._conditions: dict[str, _Condition] = {}
         self._draining = False
         self._listeners: list[Callable[[bool], None]] = []
         self._last = True
@@ -17,17 +31,26 @@ class Readiness:
     @property
     def ready(self) -> bool:
         """Whether requests should come here. With no condition named yet: yes."""
-        return not self._draining and all(ok for ok, _ in self._conditions.values())
+        return not self._draining and all(each.ok or each.degraded for each in self._conditions.values())
 
-    def require(self, *names: str) -> None:
-        """Name conditions that are false until `set` says otherwise."""
+    @property
+    def degraded(self) -> tuple[str, ...]:
+        """Conditions that were met once, don't hold now, and don't keep this service from serving."""
+        return tuple(name for name, condition in self._conditions.items() if condition.degraded)
+
+    def require(self, *names: str, once: bool = False) -> None:
+        """Name conditions that don't hold until `set` says otherwise.
+
+        once: needed to begin serving, and not to go on: etcd, without which a service serves with what it knows.
+        """
         for name in names:
-            self._conditions.setdefault(name, (False, "not yet"))
+            self._conditions.setdefault(name, _Condition(once))
         self._notify()
 
     def set(self, name: str, ok: bool, detail: str = "") -> None:
         """Say whether a condition holds; `detail` tells people why not."""
-        self._conditions[name] = (ok, detail)
+        condition = self._conditions.setdefault(name, _Condition(once=False))
+        condition.ok, condition.detail, condition.began = ok, detail, condition.began or ok
         self._notify()
 
     def drain(self) -> None:
@@ -38,8 +61,8 @@ class Readiness:
     def conditions(self) -> dict[str, dict[str, object]]:
         """Each condition with "ok" and, where given, "detail"."""
         shown: dict[str, dict[str, object]] = {
-            name: {"ok": ok, "detail": detail} if detail else {"ok": ok}
-            for name, (ok, detail) in self._conditions.items()
+            name: {"ok": condition.ok, **({"detail": condition.detail} if condition.detail else {})}
+            for name, condition in self._conditions.items()
         }
         if self._draining:
             shown["draining"] = {"ok": False, "detail": "stopping"}

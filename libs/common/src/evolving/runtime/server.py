@@ -72,21 +72,18 @@ class GrpcServer:
             port = self._server.add_insecure_port(listen)
         except RuntimeError as error:
             raise SettingsError(f"--listen: {listen} can't be bound ({error}); give a free port") from error
-        await self._set_health()
+        await self.update_health()
         await self._server.start()
         return join_address(host, port)
 
     async def update_health(self) -> None:
         """Make grpc.health.v1 say what readiness says, for "" and every service."""
-        await self._set_health()
+        answers = health_pb2.HealthCheckResponse
+        for name in ("", *self._names):
+            # Readiness is asked anew each time: it may flip while `set` waits, and this call must not undo a later one.
+            await self._health.set(name, answers.SERVING if self._readiness.ready else answers.NOT_SERVING)
 
     async def stop(self, grace_s: float) -> None:
         """Stop accepting calls, give running ones `grace_s`, then cancel them. Health says NOT_SERVING first."""
-        await self._set_health()
+        await self.update_health()
         await self._server.stop(grace_s)
-
-    async def _set_health(self) -> None:
-        answers = health_pb2.HealthCheckResponse
-        status = answers.SERVING if self._readiness.ready else answers.NOT_SERVING
-        for name in ("", *self._names):
-            await self._health.set(name, status)

@@ -42,6 +42,7 @@ class Service(Generic[Settings]):
         self.clock = clock
         self.metrics = Metrics()
         self.ready = Readiness()
+        self.metrics.follow(self.ready)
         self.server = GrpcServer(
             Credentials(settings.credentials_file, clock),
             Limits(settings.max_concurrent_calls, settings.default_deadline_s),
@@ -77,8 +78,11 @@ class Service(Generic[Settings]):
         return self._failed
 
     def open_store(self) -> EtcdStore:
-        """A store on the etcd of the settings; condition "etcd" follows it. The caller closes it."""
-        self.ready.require("etcd")
+        """A store on the etcd of the settings; the caller closes it.
+
+        Condition "etcd" follows it. It must hold once; a service that loses etcd later goes on with what it knows.
+        """
+        self.ready.require("etcd", once=True)
         return EtcdStore(
             self.settings.etcd_endpoints,
             clock=self.clock,
