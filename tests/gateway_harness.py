@@ -79,6 +79,7 @@ class Script:
     repeat_ids: bool = False  # say each id twice, as a node that was told to resume too early
     skip_at: int | None = None  # leave this output index out, once
     tokens_a_message: int = 1
+    odd_ids: bool = False  # ids that are not whole, as only a bug sends them
     silent: bool = False  # its status stream stays up and says nothing
     output: list[int] | None = None  # what it generates, whatever the prompt; None: next_id of the context
 
@@ -227,7 +228,9 @@ class ScriptedNode(node_agent_pb2_grpc.NodeAgentServiceServicer):
                 if script.skip_at == index:
                     script.skip_at = None
                     continue
-                said = node_agent_pb2.DecodeTokens(index=index, token_ids=ids_bytes(new))
+                said = node_agent_pb2.DecodeTokens(
+                    index=index, token_ids=ids_bytes(new)[: 3 if script.odd_ids else None]
+                )
                 for _ in range(2 if script.repeat_ids else 1):
                     yield node_agent_pb2.DecodeResponse(tokens=said)
                 if new[-1] in request.sampling.stop_token_ids:

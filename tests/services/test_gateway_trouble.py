@@ -346,6 +346,21 @@ async def test_what_the_directory_refuses_reaches_the_client(reason: str) -> Non
         assert it.nodes["n"].prefills == []
 
 
+@pytest.mark.parametrize("reason", ["NOT_LEADER", "WRONG_PARTITION", "STALE_TERM"])
+async def test_a_directory_that_is_not_in_charge_counts_as_away(reason: str) -> None:
+    async with bench("n") as it:
+        it.directory.refuse = ErrorDetail(grpc.StatusCode.FAILED_PRECONDITION, reason, "no")
+        await finish(it.generate(PROMPT, branch=BRANCH, sampling=SAMPLING))
+
+
+async def test_an_answer_that_makes_no_sense_ends_the_request() -> None:
+    async with bench("n") as it:
+        it.nodes["n"].script.odd_ids = True
+        error = await failure(it.generate(PROMPT, branch=BRANCH, sampling=SAMPLING).all())
+        assert error.code() is grpc.StatusCode.INTERNAL
+        await eventually(lambda: not it.nodes["n"].running)
+
+
 async def test_a_branch_that_ends_while_a_request_runs_does_not_stop_its_recovery() -> None:
     async with bench("a", "b") as it:
         await it.split(1, a="prefill", b="decode")

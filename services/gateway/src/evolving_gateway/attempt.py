@@ -23,7 +23,7 @@ from evolving.v1 import gateway_pb2
 from evolving.wire.status import parse_error
 from evolving_gateway.nodes import Cluster, Node
 from evolving_gateway.router import ModelFacts, Router
-from evolving_gateway.token_ids import to_wire
+from evolving_gateway.token_ids import ids_from_node, to_wire
 
 _LAST_WORD_S = 1.0
 _EVENTS_MAX = 256  # beyond that a slow client slows the engine's stream, by HTTP/2 flow control
@@ -159,7 +159,7 @@ class Attempt:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _next(self) -> AttemptEvent | Exception:
-        """The next event; a role switch goes before what is queued."""
+        """The next event; a role switch, or a bug, goes before what is queued."""
         if not self._interrupt.done() and not self._events.empty():
             return self._events.get_nowait()
         get = asyncio.ensure_future(self._events.get())
@@ -171,7 +171,15 @@ class Attempt:
         return self._interrupt.result() if self._interrupt.done() else get.result()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks.append(asyncio.create_task(work))
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._leg_ended)
+        self._tasks.append(task)
+
+    def _leg_ended(self, task: asyncio.Task[None]) -> None:
+        """A leg's failures are events; anything it raises is a bug, which must end the request and not hang it."""
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception) and not self._interrupt.done():
+            self._interrupt.set_result(error)
 
     def _check_role(self) -> None:
         """A request still in P's queue leaves when P no longer prefills, if another node does."""
@@ -324,8 +332,7 @@ class Attempt:
                 node.reserving.pop(self._decode_leg, None)
                 self.report.transfer_s = response.started.transfer_s
             case "tokens":
-                ids = memoryview(response.tokens.token_ids).cast("I").tolist()
-                await self._emit(NewTokens(response.tokens.index, ids))
+                await self._emit(NewTokens(response.tokens.index, ids_from_node(response.tokens.token_ids)))
             case "finished":
                 await self._finish(node, response.finished)
 

@@ -22,7 +22,7 @@ from evolving_gateway.errors import DirectoryAway, DirectoryRefused
 
 # Answers about the request itself; anything else means that this directory can't answer now.
 _REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.NOT_FOUND)
-_NOT_MINE = ("NOT_LEADER", "WRONG_PARTITION")
+_NOT_MINE = ("NOT_LEADER", "WRONG_PARTITION", "STALE_TERM")
 _REST_S = 1.0
 _RETRY_FIRST_S, _RETRY_MAX_S = 0.1, 2.0
 

@@ -111,6 +111,7 @@ class Cluster:
         self._seen_epoch = 0
         self._stale = asyncio.Event()
         self._retired: set[Node] = set()
+        self._closing: set[asyncio.Task[None]] = set()
         self.nodes: dict[str, Node] = {}
         self._epoch_gauge = metrics.gauge("gateway_split_epoch", "Epoch of the split in force here.")
         self._wait_gauge = metrics.gauge("gateway_node_wait_seconds", "W_n as the node last said.", ("node_id",))
@@ -165,6 +166,7 @@ class Cluster:
             for node_id in gone & self.nodes.keys():
                 _log.info("node_left", node_id=node_id)
                 self._retire(self.nodes.pop(node_id))
+                self._wait_gauge.remove(node_id)
             self._notify()
 
     async def watch_split(self) -> None:
@@ -193,6 +195,7 @@ class Cluster:
         self.nodes.clear()
         for node in nodes:
             await _end(node)
+        await asyncio.gather(*self._closing)
 
     def release(self, node: Node) -> None:
         """A leg of ours on this node ended; a node that left is closed with its last one."""
@@ -223,6 +226,7 @@ class Cluster:
         node = Node(registration, channel, stub)
         node.task = asyncio.create_task(self._follow(node), name=f"status:{node.node_id}")
         self.nodes[node.node_id] = node
+        self._wait_gauge.labels(node.node_id).set(node.wait_s)
         _log.info(
             "node_joined", node_id=node.node_id, address=registration.address, incarnation=registration.incarnation
         )
@@ -237,7 +241,8 @@ class Cluster:
     def _close_soon(self, node: Node) -> None:
         self._retired.discard(node)
         task = asyncio.create_task(_end(node), name=f"close:{node.node_id}")
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def _follow(self, node: Node) -> None:
         """Keep the node's status stream up until cancelled."""
@@ -273,7 +278,8 @@ class Cluster:
         before = (node.ready, self.role(node))
         node.watching = True
         node.take_status(status)
-        self._wait_gauge.labels(node.node_id).set(node.wait_s)
+        if node.registered:
+            self._wait_gauge.labels(node.node_id).set(node.wait_s)
         self.see_epoch(status.epoch)
         if (node.ready, self.role(node)) != before:
             self._notify()

@@ -45,7 +45,7 @@ class GatewaySettings(ServiceSettings):
         300.0, gt=0, description="predicted wait, on the best node, above which a new request is refused, seconds"
     )
     request_deadline_s: float = Field(
-        3600.0, gt=0, description="deadline of a generation whose client set none, seconds"
+        3600.0, gt=0, description="longest a generation takes, also where its client set no deadline, seconds"
     )
     reserve_deadline_s: float = Field(
         30.0, gt=0, description="how long a decode node may look for room before another is asked, seconds"

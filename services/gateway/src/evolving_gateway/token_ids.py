@@ -20,6 +20,12 @@ def from_wire(data: bytes, vocabulary_tokens: int, what: str) -> TokenIds:
     return ids
 
 
+def ids_from_node(data: bytes) -> list[int]:
+    """Ids that a node generated: in vocabulary, whole."""
+    ids: list[int] = np.frombuffer(data, dtype=_WIRE).tolist()
+    return ids
+
+
 def check_vocabulary(ids: TokenIds, vocabulary_tokens: int, what: str) -> None:
     """Raise BadTokens when an id is outside [0, vocabulary_tokens)."""
     if ids.size and int(ids.max()) >= vocabulary_tokens:
