@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from evolving.core.terms import Phase, Role, Tier
+from evolving.core.terms import Phase, Tier
 
 # ---------------------------------------------------------------------------------------------- what comes in: branches
 
@@ -371,42 +371,3 @@ class AuditReport:
     mismatch_count: int
     mismatches: tuple[AuditMismatch, ...]  # at most the configured number of them
     nonzero_after_end: int  # pairs with a nonzero count that no live branch counts
-
-
-__all__ = [
-    "AuditMismatch",
-    "AuditReport",
-    "Begin",
-    "BeginAnswer",
-    "BeginKind",
-    "BlockCopy",
-    "BlockCounts",
-    "BlockView",
-    "BranchState",
-    "BranchView",
-    "ClearMemory",
-    "Cleared",
-    "CountUpdate",
-    "CountsComplete",
-    "Effect",
-    "EndedBranch",
-    "FreeL1",
-    "HolderRun",
-    "Home",
-    "Ignored",
-    "Landed",
-    "Match",
-    "NeedResync",
-    "NodeDepth",
-    "NodeEvent",
-    "NodeStats",
-    "Output",
-    "Phase",
-    "Removed",
-    "Role",
-    "RunRef",
-    "Stats",
-    "Stored",
-    "Stretch",
-    "Tier",
-]
