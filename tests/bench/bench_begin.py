@@ -127,10 +127,12 @@ async def measure(address: str, store: EtcdStore, branches: int) -> list[Row]:
     for number in range(NODES):
         add_node(cluster, f"n{number}")
         await store.put(KEYS.node(f"n{number}"), encode(registration(f"n{number}")))
-    client = DirectoryClient(KEYS, clock, None, 30.0, 1.0, Metrics())
+    client = DirectoryClient(
+        KEYS, clock, Metrics(), token=None, max_message_bytes=1 << 25, timeout_s=30.0, finish_retry_s=1.0
+    )
     beginning = Beginning(client, Contexts(1 << 30), "p0")
     router = Router(cluster, settings.routing())
-    watching = asyncio.create_task(client.watch_instances(store))
+    watching = asyncio.create_task(client.follow(store))
     rng = np.random.default_rng(1)
     rows = []
     async with open_channel(address) as channel:

@@ -66,7 +66,7 @@ async def serve(service: Service[TinySettings]) -> None:
             async with service.open_store() as store:
                 await service.start()
                 service.spawn(follow(store), "watch")
-                service.register(store, "/tiny", service.address.encode(), 5)
+                service.register(store, "/tiny", service.address.encode())
                 await service.serve()
         else:
             await service.start()

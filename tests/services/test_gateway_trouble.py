@@ -6,9 +6,21 @@ import asyncio
 
 import grpc
 import pytest
-from gateway_harness import MAX_PROMPT, Bench, Stream, bench, bytes_ids, eventually, expected_output, failure, ids_bytes
+from gateway_harness import (
+    KEYS,
+    MAX_PROMPT,
+    Bench,
+    Stream,
+    bench,
+    bytes_ids,
+    eventually,
+    expected_output,
+    failure,
+    ids_bytes,
+)
 
 from evolving.internal.v1 import directory_pb2
+from evolving.runtime.keys import ServiceRegistration, encode
 from evolving.v1 import common_pb2, gateway_pb2
 from evolving.wire.status import ErrorDetail, parse_error
 
@@ -372,13 +384,14 @@ async def test_a_branch_that_ends_while_a_request_runs_does_not_stop_its_recover
         await finish(stream)
 
 
-async def test_a_leader_is_preferred_to_other_directories() -> None:
+async def test_of_several_directories_the_one_registered_last_is_asked() -> None:
     async with bench("n") as it:
-        leader = type(it.directory)()
-        await leader.start()
-        await it.store.put("/evolving/p0/leaders/directory", leader.address.encode())
+        newer = type(it.directory)()
+        await newer.start()
+        record = ServiceRegistration("directory", "a", newer.address, "0", 0.0)
+        await it.store.put(KEYS.service("directory", "a"), encode(record))
         async with asyncio.timeout(10):
-            while not leader.begins:
+            while not newer.begins:
                 await it.generate(PROMPT, sampling=gateway_pb2.Sampling(max_tokens=1)).all()
-        await leader.stop()
-        assert isinstance(leader.begins[0], directory_pb2.BeginRequest)
+        await newer.stop()
+        assert isinstance(newer.begins[0], directory_pb2.BeginRequest)

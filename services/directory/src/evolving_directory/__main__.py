@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
-
 from evolving.core.directory import Directory
 from evolving.internal.v1 import directory_pb2_grpc as internal_grpc
-from evolving.runtime.keys import Keys, ServiceRegistration, encode
 from evolving.runtime.service import Service, run_service
 from evolving.runtime.settings_loader import load
+from evolving.runtime.store import Store
 from evolving.v1 import directory_pb2_grpc as public_grpc
 from evolving_directory import collector
 from evolving_directory.audit import CountsQueries
@@ -27,8 +25,6 @@ INSTANCE = "active"
 async def run_directory(service: Service[DirectorySettings]) -> None:
     """Take a term, then serve from memory; nodes and gateways bring what there is to know."""
     settings, clock = service.settings, service.clock
-    store = service.open_store()
-    keys = Keys(settings.etcd_prefix, settings.partition_id)
     host = Host(Directory(settings.config), clock, DirectoryMetrics(service.metrics))
     queries = CountsQueries()
     service.server.add(
@@ -42,32 +38,29 @@ async def run_directory(service: Service[DirectorySettings]) -> None:
         "evolving.v1.DirectoryService",
     )
     service.ready.require("term", "nodes", "registered")
-    address = await service.start()
+    await service.start()
 
-    async def take_office() -> None:
-        host.term = await take_term(store, keys, clock)
+    async def take_office(store: Store) -> None:
+        host.term = await take_term(store, settings.keys, clock)
         service.ready.set("term", True)
-        watch = ClusterWatch(store, keys, host)
+        watch = ClusterWatch(store, settings.keys, host)
         service.spawn(watch.run(), "cluster_watch")
         await watch.loaded.wait()
         service.ready.set("nodes", True)
-        record = ServiceRegistration("directory", INSTANCE, address, version("evolving-directory"), clock.wall_s())
-        registration = service.register(
-            store, keys.service("directory", INSTANCE), encode(record), settings.registration_ttl_s
-        )
+        registration = service.announce(store, "directory", INSTANCE)
         await registration.wait_registered()
         service.ready.set("registered", True)
         await host.superseded.wait()
         service.ready.set("term", False, f"a directory of term {host.newer_term} serves this partition")
         await registration.close()
 
-    service.on_drain(host.close_streams)
-    service.spawn(take_office(), "take_office")
-    service.spawn(host.let_time_pass(), "let_time_pass")
-    service.spawn(host.show_sizes(), "show_sizes")
-    collector.begin(clock)
-    await service.serve()
-    await store.close()
+    async with service.open_store() as store:
+        service.on_drain(host.close_streams)
+        service.spawn(take_office(store), "take_office")
+        service.spawn(host.let_time_pass(), "let_time_pass")
+        service.spawn(host.show_sizes(), "show_sizes")
+        collector.begin(clock)
+        await service.serve()
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import asyncio
 
 from evolving.core.planner import Split, effective_roles, parse_role
 from evolving.runtime import keys as records
+from evolving.runtime.discovery import read_record
 from evolving.runtime.keys import BadRecord, Keys
 from evolving.runtime.log import get_logger
 from evolving.runtime.store import Store, Versioned, WatchBatch
@@ -47,12 +48,8 @@ class ClusterWatch:
                 self._read_term(found)
 
     def _read_split(self, found: Versioned) -> None:
-        try:
-            split = records.decode(records.Split, found.value)
-        except BadRecord as error:
-            _log.error("bad_record_ignored", key=found.key, error=str(error))
-            return
-        if split.epoch >= self._split.epoch:
+        split = read_record(records.Split, found)
+        if split is not None and split.epoch >= self._split.epoch:
             self._split = Split(split.epoch, {node: parse_role(role) for node, role in split.roles.items()})
 
     def _read_term(self, found: Versioned) -> None:

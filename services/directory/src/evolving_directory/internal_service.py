@@ -15,6 +15,7 @@ from evolving.wire.directory import (
     check_id,
     check_names,
     match_to_proto,
+    rematch_to_proto,
 )
 from evolving.wire.status import Context
 from evolving_directory.audit import CountsQueries
@@ -41,6 +42,9 @@ class InternalDirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
         event = begin_from_proto(request, request.tenant)
         started_s = self._host.clock.now_s()
         try:
+            if request.rematch:
+                match = self._host.directory.rematch(started_s, event)
+                return rematch_to_proto(event, match, self._host.connected)
             answer, effects = self._host.directory.begin(started_s, event)
         except NeedFull:
             return directory_pb2.BeginResponse(need_full=True)

@@ -29,9 +29,6 @@ class DirectorySettings(ServiceSettings):
         gt=0,
         description="a running request that nothing was heard of for this long counts as over, seconds",
     )
-    registration_ttl_s: float = Field(
-        10.0, ge=1, le=300, description="a directory that died is forgotten after this long, seconds"
-    )
     count_delay_s: float = Field(
         0.02, ge=0, le=1, description="counts for a node are gathered for this long before they are sent, seconds"
     )

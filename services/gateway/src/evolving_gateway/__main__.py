@@ -1,13 +1,9 @@
-"""Wiring of the gateway process."""
+"""Wiring of the gateway: `evolving-gateway`, or `python -m evolving_gateway`."""
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-import sys
-from importlib.metadata import version
 
-from evolving.runtime.keys import Keys, ServiceRegistration, encode
 from evolving.runtime.log import get_logger
 from evolving.runtime.service import Service, run_service
 from evolving.runtime.settings import SettingsError
@@ -29,25 +25,17 @@ from evolving_gateway.tokens import BadModelDirectory, Tokenizer
 _log = get_logger(__name__)
 
 
-def main() -> None:
-    """The `evolving-gateway` command."""
-    sys.exit(run_service(load(GatewaySettings), serve))
-
-
 async def serve(service: Service[GatewaySettings]) -> None:
-    """Serve until told to stop. Ready while etcd answers and a node serves."""
-    store = service.open_store()
-    try:
+    """Serve until told to stop. Ready once etcd has answered, while a node serves."""
+    async with service.open_store() as store:
         await run_gateway(service, store)
-    finally:
-        await store.close()
 
 
 async def run_gateway(service: Service[GatewaySettings], store: Store) -> None:
     """The same over a store that the caller closes."""
     settings, clock = service.settings, service.clock
     tokenizer = _tokenizer(settings)
-    keys = Keys(settings.etcd_prefix, settings.partition_id)
+    keys = settings.keys
     token = settings.bearer_token()
     cluster = Cluster(
         store,
@@ -59,7 +47,13 @@ async def run_gateway(service: Service[GatewaySettings], store: Store) -> None:
         silence_s=settings.node_silence_s,
     )
     directory = DirectoryClient(
-        keys, clock, token, settings.directory_timeout_s, settings.finish_retry_s, service.metrics
+        keys,
+        clock,
+        service.metrics,
+        token=token,
+        max_message_bytes=settings.max_message_bytes,
+        timeout_s=settings.directory_timeout_s,
+        finish_retry_s=settings.finish_retry_s,
     )
     desk = Desk(
         settings=settings,
@@ -79,20 +73,15 @@ async def run_gateway(service: Service[GatewaySettings], store: Store) -> None:
     service.ready.require("nodes")
     cluster.on_change(lambda: _tell_nodes(service, cluster))
     try:
-        address = await service.start()
+        await service.start()
         for name, loop in {
             "nodes": cluster.watch_nodes(),
             "split": cluster.watch_split(),
             "stale split": cluster.refresh_split(),
-            "directories": directory.watch_instances(store),
-            "directory leader": directory.watch_leader(store),
+            "directory": directory.follow(store),
         }.items():
             service.spawn(loop, name)
-        instance = settings.instance or f"gateway-{secrets.token_hex(4)}"
-        record = ServiceRegistration(
-            "gateway", instance, address, version("evolving-gateway"), started_wall_s=clock.wall_s()
-        )
-        service.register(store, keys.service("gateway", instance), encode(record), settings.lease_ttl_s)
+        service.announce(store, "gateway")
         await service.serve()
         await _tell_ends(directory, service)
     finally:
@@ -123,6 +112,11 @@ async def _tell_ends(directory: DirectoryClient, service: Service[GatewaySetting
             await directory.drain()
     except TimeoutError:
         _log.warning("ends_not_told", reason="the directory did not answer within the grace period")
+
+
+def main() -> None:
+    """The command."""
+    raise SystemExit(run_service(load(GatewaySettings), serve))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import grpc.aio
 from evolving.internal.v1 import directory_pb2, directory_pb2_grpc
 from evolving.runtime.channel import open_channel
 from evolving.runtime.clock import Clock
-from evolving.runtime.keys import BadRecord, Keys, ServiceRegistration, decode
+from evolving.runtime.discovery import follow_service
+from evolving.runtime.keys import Keys
 from evolving.runtime.log import get_logger
 from evolving.runtime.metrics import Metrics
 from evolving.runtime.store import Store
@@ -31,18 +32,26 @@ _log = get_logger(__name__)
 
 
 class DirectoryClient:
-    """Calls whichever directory etcd names: the leader, else any that is registered."""
+    """Calls the directory that etcd names."""
 
     def __init__(
-        self, keys: Keys, clock: Clock, token: str | None, timeout_s: float, finish_retry_s: float, metrics: Metrics
+        self,
+        keys: Keys,
+        clock: Clock,
+        metrics: Metrics,
+        *,
+        token: str | None,
+        max_message_bytes: int,
+        timeout_s: float,
+        finish_retry_s: float,
     ) -> None:
+        """timeout_s: longest wait for a Begin. finish_retry_s: how long the end of a request is told."""
         self._keys = keys
         self._clock = clock
         self._token = token
+        self._max_message_bytes = max_message_bytes
         self._timeout_s = timeout_s
         self._finish_retry_s = finish_retry_s
-        self._instances: dict[str, str] = {}  # key of a registration -> address
-        self._leader = ""
         self._address = ""
         self._channel: grpc.aio.Channel | None = None
         self._stub: directory_pb2_grpc.DirectoryServiceAsyncStub | None = None
@@ -50,29 +59,9 @@ class DirectoryClient:
         self._finishing: set[asyncio.Task[None]] = set()
         self._calls = metrics.counter("gateway_directory_calls", "Calls to the directory.", ("method", "outcome"))
 
-    async def watch_instances(self, store: Store) -> None:
-        """Follow registered directories, for ever."""
-        prefix = self._keys.services("directory")
-        async for batch in store.watch(prefix):
-            if batch.snapshot:
-                self._instances.clear()
-            for item in batch.puts:
-                try:
-                    self._instances[item.key] = decode(ServiceRegistration, item.value).address
-                except BadRecord as error:
-                    _log.warning("bad_registration", key=item.key, error=str(error))
-            for key in batch.deletes:
-                self._instances.pop(key, None)
-            self._connect()
-
-    async def watch_leader(self, store: Store) -> None:
-        """Follow the directory's leader key, for ever."""
-        key = self._keys.leader("directory")
-        async for batch in store.watch(key):
-            found = [item.value.decode(errors="replace") for item in batch.puts if item.key == key]
-            if found or batch.snapshot or key in batch.deletes:
-                self._leader = found[-1] if found else ""
-            self._connect()
+    async def follow(self, store: Store) -> None:
+        """Go where etcd says the directory is, for ever."""
+        await follow_service(store, self._keys, "directory", self._connect)
 
     async def begin(self, request: directory_pb2.BeginRequest) -> directory_pb2.BeginResponse | None:
         """Record and match a context; None: no answer. Raises DirectoryRefused (BRANCH_ENDED, STALE_VERSION, …)."""
@@ -164,26 +153,21 @@ class DirectoryClient:
         self._calls.labels(method, "answered").inc()
         return answer
 
-    def _connect(self) -> None:
-        """Go to the leader; without one to the first that is registered."""
-        address = self._leader or next((self._instances[key] for key in sorted(self._instances)), "")
+    def _connect(self, address: str) -> None:
+        """Go to the directory at `address`; "": there is none."""
         if address == self._address:
             return
         self._address = address
         old, self._channel, self._stub = self._channel, None, None
         self._resting_until_s = 0.0
         if address:
-            self._channel = open_channel(address, token=self._token)
+            self._channel = open_channel(address, token=self._token, max_message_bytes=self._max_message_bytes)
             self._stub = directory_pb2_grpc.DirectoryServiceStub(self._channel)
-            _log.info("directory", address=address, leader=bool(self._leader))
+            _log.info("directory", address=address)
         if old is not None:
-            task = asyncio.create_task(_close_later(old, self._timeout_s), name="directory:close")
+            task = asyncio.create_task(old.close(self._timeout_s), name="directory:close")
             self._finishing.add(task)
             task.add_done_callback(self._finishing.discard)
-
-
-async def _close_later(channel: grpc.aio.Channel, grace_s: float) -> None:
-    await channel.close(grace_s)
 
 
 def _refusal(detail: ErrorDetail) -> DirectoryRefused:

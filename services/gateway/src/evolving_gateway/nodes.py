@@ -15,10 +15,11 @@ from evolving.core.work import PrefillWork
 from evolving.internal.v1 import node_agent_pb2, node_agent_pb2_grpc
 from evolving.runtime.channel import open_channel
 from evolving.runtime.clock import Clock
-from evolving.runtime.keys import BadRecord, Keys, NodeRegistration, Split, decode
+from evolving.runtime.discovery import read_record
+from evolving.runtime.keys import Keys, NodeRegistration, Split
 from evolving.runtime.log import get_logger
 from evolving.runtime.metrics import Metrics
-from evolving.runtime.store import Store, StoreUnavailable
+from evolving.runtime.store import Store, StoreUnavailable, Versioned
 
 _StatusCall = grpc.aio.UnaryStreamCall[node_agent_pb2.WatchStatusRequest, node_agent_pb2.WatchStatusResponse]
 
@@ -153,13 +154,9 @@ class Cluster:
         async for batch in self._store.watch(self._keys.nodes):
             present: set[str] = set()
             for item in batch.puts:
-                try:
-                    registration = decode(NodeRegistration, item.value)
-                except BadRecord as error:
-                    _log.warning("bad_registration", key=item.key, error=str(error))
-                    continue
-                present.add(registration.node_id)
-                self._put(registration)
+                if (registration := read_record(NodeRegistration, item)) is not None:
+                    present.add(registration.node_id)
+                    self._put(registration)
             gone = {key.rpartition("/")[2] for key in batch.deletes}
             if batch.snapshot:
                 gone |= self.nodes.keys() - present
@@ -174,7 +171,7 @@ class Cluster:
         async for batch in self._store.watch(self._keys.split):
             for item in batch.puts:
                 if item.key == self._keys.split:
-                    self._adopt(item.value)
+                    self._adopt(item)
 
     async def refresh_split(self) -> None:
         """Read the split whenever a node knows a newer epoch than we do, for ever."""
@@ -187,7 +184,7 @@ class Cluster:
                 _log.warning("split_not_refreshed", error=str(error), epoch=self._seen_epoch)
                 continue
             if current is not None:
-                self._adopt(current.value)
+                self._adopt(current)
 
     async def close(self) -> None:
         """End all streams and channels."""
@@ -203,13 +200,9 @@ class Cluster:
         if node.legs == 0 and node in self._retired:
             self._close_soon(node)
 
-    def _adopt(self, value: bytes) -> None:
-        try:
-            split = decode(Split, value)
-        except BadRecord as error:
-            _log.warning("bad_split", error=str(error))
-            return
-        if split.epoch >= self._split.epoch:
+    def _adopt(self, item: Versioned) -> None:
+        split = read_record(Split, item)
+        if split is not None and split.epoch >= self._split.epoch:
             self._split = split
             self._epoch_gauge.set(split.epoch)
             _log.info("split", epoch=split.epoch, roles=split.roles, reason=split.reason)

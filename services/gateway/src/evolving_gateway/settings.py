@@ -17,12 +17,6 @@ class GatewaySettings(ServiceSettings):
 
     service: ClassVar[str] = "gateway"
 
-    instance: str = Field(
-        "", pattern=r"^[A-Za-z0-9._-]*$", description="name among the gateways of the partition; empty: a random one"
-    )
-    lease_ttl_s: float = Field(
-        5.0, ge=1, le=60, description="how long others believe in this gateway after it died, seconds"
-    )
     tokenizer_path: Path | None = Field(
         None,
         description="the model's directory: tokenizer.json, chat template, generation_config.json; "

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 
 from evolving.internal.v1 import node_agent_pb2_grpc
-from evolving.runtime.keys import Keys
+from evolving.runtime.discovery import follow_leader, follow_service
 from evolving.runtime.service import Service, run_service
 from evolving.runtime.settings_loader import load
-from evolving_node_agent.discovery import Address, follow_directory, follow_planner
+from evolving_node_agent.address import Address
 from evolving_node_agent.engine_factory import coefficients, make_engine
 from evolving_node_agent.engines.port import Engine
 from evolving_node_agent.lives import EngineLives
@@ -28,7 +28,7 @@ async def run_node_agent(service: Service[NodeAgentSettings], engine: Engine | N
     """Keep one engine alive and in the cluster, until told to stop. None: the engine of the settings."""
     settings, clock = service.settings, service.clock
     store = service.open_store()
-    keys = Keys(settings.etcd_prefix, settings.partition_id)
+    keys = settings.keys
     engine = engine or make_engine(settings, clock)
     node = Node(settings.node_id, engine, *coefficients(settings), clock)
     token = service.settings.bearer_token()
@@ -55,8 +55,8 @@ async def run_node_agent(service: Service[NodeAgentSettings], engine: Engine | N
     service.on_kill(supervisor.kill)
     directory_address, planner_address = Address(), Address()
     service.spawn(node.roles.watch(store, keys), "roles")
-    service.spawn(follow_directory(store, keys, directory_address), "directory_address")
-    service.spawn(follow_planner(store, keys, planner_address), "planner_address")
+    service.spawn(follow_service(store, keys, "directory", directory_address.set), "directory_address")
+    service.spawn(follow_leader(store, keys, "planner", planner_address.set), "planner_address")
     service.spawn(directory.run(directory_address), "directory_stream")
     service.spawn(directory.flush_late(), "late_reports")
     service.spawn(work.run(planner_address), "work")

@@ -19,8 +19,8 @@ from evolving.runtime.clock import Clock
 from evolving.runtime.log import get_logger
 from evolving.runtime.metrics import Metrics
 from evolving.v1 import common_pb2
+from evolving_node_agent.address import Address
 from evolving_node_agent.counts import CountsMirror
-from evolving_node_agent.discovery import Address
 from evolving_node_agent.engines.port import Cleared, Engine, EngineError, EngineInfo, KvEvent, Tier
 from evolving_node_agent.held import Change, HeldTable
 from evolving_node_agent.outbox import Entry, Outbox

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from evolving.core.terms import Role
-from evolving.runtime.keys import BadRecord, Keys, Split, decode
+from evolving.runtime.discovery import read_record
+from evolving.runtime.keys import Keys, Split
 from evolving.runtime.log import get_logger
-from evolving.runtime.store import Store
+from evolving.runtime.store import Store, Versioned
 
 _log = get_logger(__name__)
 
@@ -47,15 +48,11 @@ class RoleWatch:
         async for batch in store.watch(keys.split):
             for item in batch.puts:
                 if item.key == keys.split:
-                    self._adopt(item.value)
+                    self._adopt(item)
 
-    def _adopt(self, value: bytes) -> None:
-        try:
-            split = decode(Split, value)
-        except BadRecord as error:
-            _log.warning("bad_split", error=str(error))
-            return
-        if split.epoch < self.epoch:
+    def _adopt(self, item: Versioned) -> None:
+        split = read_record(Split, item)
+        if split is None or split.epoch < self.epoch:
             return
         role = Role[split.roles.get(self._node_id, "mixed").upper()]
         if role is not self._role:

@@ -15,7 +15,6 @@ class NodeAgentSettings(ServiceSettings):
     service: ClassVar[str] = "node_agent"
 
     node_id: str = Field(..., pattern=r"^[A-Za-z0-9._-]+$", description="this node's name, unique in the partition")
-    registration_ttl_s: float = Field(10.0, ge=1, le=300, description="a node that died is gone after this, seconds")
     max_queued_legs: int = Field(
         256, ge=1, description="prefill legs that may wait; more are answered RESOURCE_EXHAUSTED with a retry hint"
     )

@@ -14,7 +14,7 @@ from evolving.runtime.channel import open_channel
 from evolving.runtime.clock import Clock
 from evolving.runtime.log import get_logger
 from evolving.v1 import common_pb2
-from evolving_node_agent.discovery import Address
+from evolving_node_agent.address import Address
 from evolving_node_agent.engines.port import CachedTokens
 
 _CALL_TIMEOUT_S = 5.0

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from importlib.metadata import version
 
 from evolving.internal.v1 import planner_pb2_grpc as internal_grpc
 from evolving.runtime.election import Election
-from evolving.runtime.keys import Keys, ServiceRegistration, encode
 from evolving.runtime.service import Service, run_service
 from evolving.runtime.settings_loader import load
+from evolving.runtime.store import Store
 from evolving.v1 import planner_pb2_grpc
 from evolving_planner.metrics import PlannerMetrics
 from evolving_planner.office import Office
@@ -21,9 +20,12 @@ from evolving_planner.worklog import WorkLog
 
 async def run_planner(service: Service[PlannerSettings]) -> None:
     """Serve reads as soon as etcd has answered; stand for election all the while."""
-    settings, clock = service.settings, service.clock
-    store = service.open_store()
-    keys = Keys(settings.etcd_prefix, settings.partition_id)
+    async with service.open_store() as store:
+        await _run(service, store)
+
+
+async def _run(service: Service[PlannerSettings], store: Store) -> None:
+    settings, clock, keys = service.settings, service.clock, service.settings.keys
     metrics = PlannerMetrics(service.metrics)
     view = View(store, keys)
     office = Office(
@@ -44,10 +46,7 @@ async def run_planner(service: Service[PlannerSettings]) -> None:
     service.server.add(internal_grpc.add_PlannerServiceServicer_to_server, work, "evolving.internal.v1.PlannerService")
     service.ready.require("view", "registered")
     address = await service.start()
-    record = ServiceRegistration("planner", address, address, version("evolving-planner"), clock.wall_s())
-    registration = service.register(
-        store, keys.service("planner", address), encode(record), settings.registration_ttl_s
-    )
+    registration = service.announce(store, "planner")
 
     async def announce_ready() -> None:
         await asyncio.gather(view.loaded.wait(), registration.wait_registered())
@@ -60,7 +59,6 @@ async def run_planner(service: Service[PlannerSettings]) -> None:
         service.spawn(office.run(election, address), "office")
         service.spawn(announce_ready(), "announce_ready")
         await service.serve()
-    await store.close()
 
 
 def main() -> None:

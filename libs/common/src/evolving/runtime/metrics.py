@@ -61,9 +61,7 @@ class _Conditions(Collector):
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """What the registry calls at a scrape."""
-        family = GaugeMetricFamily(
-            "evolving_condition", "1 while a need of this service is met.", labels=["condition"]
-        )
+        family = GaugeMetricFamily("evolving_condition", "1 while a need of this service is met.", labels=["condition"])
         for name, condition in self._readiness.conditions().items():
             family.add_metric([name], float(bool(condition["ok"])))
         yield family

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable, Coroutine
+from importlib.metadata import version
 from typing import Any, Generic, TypeVar
 
 import uvloop
@@ -14,6 +15,7 @@ from evolving.runtime.clock import Clock, SystemClock
 from evolving.runtime.credentials import Credentials
 from evolving.runtime.etcd import EtcdStore
 from evolving.runtime.guard import Limits
+from evolving.runtime.keys import ServiceKind, ServiceRegistration, encode
 from evolving.runtime.log import configure, get_logger
 from evolving.runtime.metrics import Metrics, MetricsServer
 from evolving.runtime.readiness import Readiness
@@ -106,9 +108,18 @@ class Service(Generic[Settings]):
         _log.info("listening", grpc=bound, advertised=self.address, http=self.metrics_address)
         return self.address
 
-    def register(self, store: Store, key: str, value: bytes, ttl_s: float) -> Registration:
-        """Register a key that is withdrawn first thing in a drain, so that others stop sending here."""
-        registration = store.register(key, value, ttl_s)
+    def announce(self, store: Store, kind: ServiceKind, instance: str = "") -> Registration:
+        """Let others find this instance, until first thing in its drain. Call after `start`.
+
+        instance: unique among instances of the kind; "": its address.
+        """
+        name = instance or self.address
+        record = ServiceRegistration(kind, name, self.address, version(f"evolving-{kind}"), self.clock.wall_s())
+        return self.register(store, self.settings.keys.service(kind, name), encode(record))
+
+    def register(self, store: Store, key: str, value: bytes) -> Registration:
+        """Keep a key in etcd that is withdrawn first thing in a drain, so that others stop sending here."""
+        registration = store.register(key, value, self.settings.registration_ttl_s)
         self.on_drain(registration.close)
         self.spawn(registration.wait_closed(), f"registration:{key}")
         return registration

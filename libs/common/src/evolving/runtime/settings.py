@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from evolving.runtime.keys import Keys
 from evolving.runtime.log import LogFormat, LogLevel
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
@@ -91,6 +92,9 @@ class ServiceSettings(BaseModel):
     partition_id: str = Field(
         "p0", pattern=r"^[A-Za-z0-9._-]+$", description="the partition of the cluster this instance serves"
     )
+    registration_ttl_s: float = Field(
+        10.0, ge=1, le=300, description="how long others believe in this instance after it died, seconds"
+    )
     log_level: LogLevel = Field("info", description="least severe level that is logged")
     log_format: LogFormat = Field("json", description="one JSON object a line, or console for people")
     grace_s: float = Field(
@@ -135,6 +139,11 @@ class ServiceSettings(BaseModel):
                 f"advertise: must be set because listen is {self.listen}; give the host:port others reach it by"
             )
         return self
+
+    @property
+    def keys(self) -> Keys:
+        """Where the partition's records lie in etcd."""
+        return Keys(self.etcd_prefix, self.partition_id)
 
     def advertised(self, bound: str) -> str:
         """The address to publish, given the one bound ("host:port" with the real port).
