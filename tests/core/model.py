@@ -174,6 +174,13 @@ class Model:
         self._forget_requests(branch)
         return branch.version, kind
 
+    def rematch(self, now_s: float, event: Begin) -> None:
+        """A running request lost its node: nothing changes, but that it was heard of."""
+        branch = self.live(event.tenant, event.branch_id)
+        request = branch.requests.get(event.request_id) if branch is not None else None
+        if branch is not None and request is not None:
+            request.heard_s = branch.heard_s = now_s
+
     def _new_branch(self, now_s: float, event: Begin) -> ModelBranch:
         key = (event.tenant, event.branch_id)
         if key in self.branches:

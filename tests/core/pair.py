@@ -117,6 +117,17 @@ class Pair:
         self._compare_match(answer.match, prompt)
         return kind
 
+    def rematch(self, event: Begin, context: list[Name]) -> None:
+        """A request that lost its node asks where its blocks are; `context` is its prompt and its output so far."""
+        try:
+            match = self.core.rematch(self.now_s, event)
+        except NeedFull:
+            assert not self._surely_known(event), event
+            self.rematch(replace(event, base_blocks=0, base_name=b"", new_names=b"".join(context)), context)
+            return
+        self.model.rematch(self.now_s, event)
+        self._compare_match(match, context)
+
     def _surely_known(self, event: Begin) -> bool:
         """Whether the base is in a context where the directory must find it: the branch's own, or its parent's."""
         if event.base_blocks == 0:

@@ -87,6 +87,17 @@ class DirectoryMachine(NodeRules):
         self._begin(event, prompt)
 
     @precondition(lambda self: bool(self.sent))
+    @rule(who=picks, pick=picks, base=bases, output=tails)
+    def rematch(self, who: int, pick: int, base: str, output: str) -> None:
+        """A request lost its node."""
+        key = self._pick_branch(who)
+        request_id, request = self._pick_request(key, pick)
+        context = chain(request.prompt if request is not None else self._pick_text(pick), output)
+        self.pair.remember(context)
+        self.pair.rematch(self._with_base(Begin(*key, request_id), context, base, pick), context)
+        self.saw("rematch")
+
+    @precondition(lambda self: bool(self.sent))
     @rule(
         who=picks,
         pick=picks,
@@ -221,7 +232,7 @@ EVERYTHING = {
     *(f"begin {kind}" for kind in ("new", "extend", "rewrite", "side", "replay")),
     *(f"begin {code}" for code in ("BRANCH_ENDED", "STALE_VERSION", "REQUEST_CONFLICT")),
     *("landed", "landed ignored", "output", "output ignored", "done", "done ignored", "ended after its request"),
-    *("end of 0", "end of 1", "end of 1 with subtree", "end of 2 with subtree", "redelivered", "expired"),
+    *("end of 0", "end of 1", "end of 1 with subtree", "end of 2 with subtree", "redelivered", "expired", "rematch"),
     *("tombstone forgotten", "node up", "node restarted", "node known", "node gone", "unknown node gone"),
     *("batch taken", "batch ignored", "batch gap", "batch unknown parent", "batch of an unknown node"),
     *("again ignored", "resync", "resync ended", "switch without effect", "look"),

@@ -96,6 +96,21 @@ def test_a_repeated_request_gets_the_stored_answer(cluster: Cluster) -> None:
         cluster.begin("agent", "r1", "other")
 
 
+def test_a_request_that_lost_its_node_is_matched_anew_with_its_output(cluster: Cluster) -> None:
+    """Also on a branch that ended: an end never stops a running request."""
+    cluster.serve("agent", "r1", "sys", output="out")
+    names = chain([], "sysout")
+    lost = Begin(TENANT, "agent", "r1", base_blocks=3, base_name=names[2], new_names=b"".join(names[3:]))
+    assert cluster.directory.rematch(0.0, lost).any_blocks == 6
+    cluster.end("agent")
+    in_full = Begin(TENANT, "agent", "r1", new_names=b"".join(names))
+    assert cluster.directory.rematch(0.0, in_full).any_blocks == 6
+    assert cluster.all_zero()
+    unknown = Begin(TENANT, "agent", "r1", base_blocks=3, base_name=bytes(16))
+    with pytest.raises(NeedFull):
+        cluster.directory.rematch(0.0, unknown)
+
+
 def test_an_ended_id_is_refused_while_its_tombstone_lasts(cluster: Cluster) -> None:
     cluster.serve("agent", "r1", "sys")
     cluster.end("agent")

@@ -67,6 +67,12 @@ class Directory:
         """
         return directory_begin.begin(self._state, self._state.advance(now_s), event)
 
+    def rematch(self, now_s: float, event: Begin) -> Match:
+        """Where the blocks of a running request are now, its output so far among them, for a request that lost its
+        node. Contexts don't change, and an ended branch is no hindrance: an end never stops a running request.
+        Raises NeedFull, InvalidArgument."""
+        return directory_begin.rematch(self._state, self._state.advance(now_s), event)
+
     def match(self, now_s: float, names: bytes) -> Match:
         """Where the blocks of a context are, for a request without a branch. Raises InvalidArgument."""
         self._state.advance(now_s)

@@ -49,6 +49,19 @@ def begin(state: DirectoryState, now_s: float, event: Begin) -> tuple[BeginAnswe
     return _first_time(state, now_s, key, branch, event, position)
 
 
+def rematch(state: DirectoryState, now_s: float, event: Begin) -> Match:
+    """See Directory.rematch."""
+    blocks = event.base_blocks + _check(event)
+    branch = state.table.live.get((event.tenant, event.branch_id))
+    base = _base(state, branch, event)
+    run, depth = state.index.deepest(base, event.base_blocks, event.new_names)
+    known = None if branch is None else branch.requests.get(event.request_id)
+    if branch is not None and known is not None:
+        state.table.hear(now_s, branch, known)
+    state.counters["rematches"] += 1
+    return _match_position(state, _Position(run, depth, b"", blocks))
+
+
 def _check(event: Begin) -> int:
     """Number of new blocks. Raises InvalidArgument."""
     if not event.branch_id:

@@ -130,6 +130,13 @@ def begin_to_proto(answer: core.BeginAnswer, connected: Collection[str]) -> inte
     )
 
 
+def rematch_to_proto(event: core.Begin, match: core.Match, connected: Collection[str]) -> internal_pb2.BeginResponse:
+    """The answer to a Begin that asks for a fresh match only; the version is the caller's own."""
+    return internal_pb2.BeginResponse(
+        version=event.version, kind=internal_pb2.BEGIN_KIND_REPLAY, match=match_to_proto(match, connected)
+    )
+
+
 def match_to_proto(match: core.Match, connected: Collection[str]) -> internal_pb2.Match:
     """Where leading blocks are. Nodes outside `connected` broke their stream: what they hold is in doubt, so they are
     not named as holders to read from."""
