@@ -407,7 +407,7 @@ class NodeHello(_message.Message):
     node_id: _builtins.str
     incarnation: _builtins.str
     next_sequence: _builtins.int
-    """Sequence number of the next KvBatch, and whether the directory may go on from there (true) or gets a snapshot."""
+    """Of the next KvBatch. A directory that has all batches before it goes on from there; any other asks for a snapshot."""
     known_term: _builtins.int
     """Highest term this node has met; a directory of a lower one ends the stream."""
     def __init__(
@@ -732,7 +732,9 @@ class Counts(_message.Message):
     sequence: _builtins.int
     """Grows by one a message within a term and a stream."""
     complete: _builtins.bool
-    """With this message the node has all counts of this term; until then a count it has and didn't hear of stays."""
+    """With this message the node has all its counts: one not heard of since this stream began, or since the last Resync,
+    is 0. Until then a count it has and didn't hear of stays.
+    """
     @_builtins.property
     def counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockCount]: ...
     def __init__(
