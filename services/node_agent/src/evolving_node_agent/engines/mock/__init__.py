@@ -15,6 +15,7 @@
 | pool.py | the bytes of one tier, page by page |
 | model.py | KV bytes from block names, tokens from KV bytes |
 | transport.py | checksummed frames over TCP, and what engines say to one another in them |
+| rendezvous.py | where decode legs find their prefill legs |
 | transfer.py | prefill to decode transfer, both ends |
 | fetch.py | reading peers' L2, both ends |
 | faults.py | crashes, stalls, slow links and flipped bits, on demand |

@@ -57,7 +57,7 @@ class MockEngine:
             self.faults.fail_starts -= 1
             raise EngineError("the engine was told to fail this start")
         life = Life(self.config, self._clock, self.faults, self._cache, uuid.uuid4().hex)
-        self._server = await asyncio.start_server(partial(self._serve, life), self.config.host, 0)
+        self._server = await asyncio.start_server(partial(self._accept, life), self.config.host, 0)
         port = self._server.sockets[0].getsockname()[1]
         life.address = f"{self.config.advertise_host or self.config.host}:{port}"
         self._life = life
@@ -74,6 +74,7 @@ class MockEngine:
             while life.legs and self._life is life and self._clock.now_s() < deadline_s:
                 await self._clock.sleep(min(0.02, grace_s))
             self._end_life(EngineDown("the engine was stopped"))
+            await life.wait_ended()
         for task in list(self._connections):
             await asyncio.wait([task])
         self._cache = self._empty_cache()
@@ -105,7 +106,7 @@ class MockEngine:
             self._server.close()
         for task in self._connections:
             task.cancel()
-        if self._loop_task is not None and self._loop_task is not asyncio.current_task():
+        if self._loop_task is not None:  # also where it is the loop itself that crashes: it must not iterate on
             self._loop_task.cancel()
 
     async def _run(self, life: Life) -> None:
@@ -223,21 +224,27 @@ class MockEngine:
 
     # -- what other engines ask
 
-    async def _serve(self, life: Life, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _accept(self, life: Life, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a connection in a task that the end of the life ends, however early it comes."""
         connection = Connection(reader, writer, self.config.stalled_transport_s)
+        task = asyncio.create_task(_serve(life, connection))
         self._connections.add(task)
-        try:
-            match await connection.receive():
-                case Pull() as request:
-                    await serve_pull(life, connection, request)
-                case Dismiss(transfer_id):
-                    dismissed(life, transfer_id)
-                case Read() as request:
-                    await serve_read(life, connection, request)
-        except Disconnected:
-            return  # whoever asked is gone; a leg that this concerns was ended where it was noticed
-        finally:
-            self._connections.discard(task)
-            await connection.close()
+        task.add_done_callback(self._connections.discard)
+        task.add_done_callback(lambda _: writer.close())  # also where it was cancelled before it began
+        if self._life is not life:
+            task.cancel()
+
+
+async def _serve(life: Life, connection: Connection) -> None:
+    try:
+        match await connection.receive():
+            case Pull() as request:
+                await serve_pull(life, connection, request)
+            case Dismiss(transfer_id):
+                dismissed(life, transfer_id)
+            case Read() as request:
+                await serve_read(life, connection, request)
+    except Disconnected:
+        return  # whoever asked is gone; a leg that this concerns was ended where it was noticed
+    finally:
+        await connection.close()

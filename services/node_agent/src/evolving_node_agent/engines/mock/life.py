@@ -23,6 +23,7 @@ from evolving_node_agent.engines.mock.jobs import check_job, draw, finish, gener
 from evolving_node_agent.engines.mock.legs import DecodeLeg, DecodeStage, Leg, PrefillLeg, PrefillStage
 from evolving_node_agent.engines.mock.plan import Chunk, plan_chunks
 from evolving_node_agent.engines.mock.readers import KvReaders, StatusReaders
+from evolving_node_agent.engines.mock.rendezvous import Rendezvous
 from evolving_node_agent.engines.port import (
     CachedTokens,
     DecodeJob,
@@ -56,6 +57,7 @@ class Life:
         self.incarnation = incarnation
         self.address = ""  # host:port of this life's server, once it listens
         self.legs: dict[str, Leg] = {}
+        self.transfers = Rendezvous(clock, config.rendezvous_s)
         self.kv_readers = KvReaders(cache)
         self.status_readers = StatusReaders(self.status)
         self._order = 0
@@ -63,8 +65,7 @@ class Life:
         self._running: list[PrefillLeg] = []
         self._reserving: list[DecodeLeg] = []
         self._batch: list[DecodeLeg] = []
-        self._arrivals: dict[int, asyncio.Event] = {}  # transfer ids that decode legs wait for
-        self._background: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._down: EngineDown | None = None
         self._iterations = 0
@@ -76,15 +77,14 @@ class Life:
     def add_prefill(self, job: PrefillJob, fetch: Callable[[PrefillLeg], Coroutine[None, None, None]]) -> PrefillLeg:
         """Take a prefill leg; `fetch` runs beside, then the leg is queued. Raises Rejected, EngineDown."""
         self._check(job)
-        if self.transfer(job.transfer_id) is not None:
+        if self.transfers.get(job.transfer_id) is not None:
             raise Rejected(f"transfer id {job.transfer_id} is in use")
         self._order += 1
         kv = ContextKv(self.cache, self.config, User.PREFILL, job.root, job.tokens)
         leg = PrefillLeg(job, kv, self._order, self.clock.now_s())
         self.legs[job.leg_id] = leg
-        if job.transfer_id in self._arrivals:
-            self._arrivals[job.transfer_id].set()
-        leg.tasks.append(asyncio.create_task(self._fetch_then_queue(leg, fetch)))
+        self.transfers.offer(leg)
+        leg.tasks.append(self._spawn(self._fetch_then_queue(leg, fetch)))
         self.publish()
         return leg
 
@@ -101,34 +101,11 @@ class Life:
         leg = DecodeLeg(job, kv, generated_tokens(job), dismiss)
         self.legs[job.leg_id] = leg
         self._reserving.append(leg)
-        leg.tasks.append(asyncio.create_task(self._expire_reservation(leg)))
-        leg.tasks.append(asyncio.create_task(self._pull_when_reserved(leg, pull)))
+        leg.tasks.append(self._spawn(self._expire_reservation(leg)))
+        leg.tasks.append(self._spawn(self._pull_when_reserved(leg, pull)))
         self._admit_decodes()
         self.publish()
         return leg
-
-    async def find_transfer(self, transfer_id: int) -> PrefillLeg | None:
-        """The prefill leg of that transfer id; waits a moment for one that is still on its way here."""
-        leg = self.transfer(transfer_id)
-        if leg is not None:
-            return leg
-        arrived = self._arrivals.setdefault(transfer_id, asyncio.Event())
-        deadline = asyncio.create_task(self.clock.sleep(self.config.rendezvous_s))
-        waiting = asyncio.create_task(arrived.wait())
-        try:
-            await asyncio.wait({deadline, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            deadline.cancel()
-            waiting.cancel()
-            self._arrivals.pop(transfer_id, None)
-        return self.transfer(transfer_id)
-
-    def transfer(self, transfer_id: int) -> PrefillLeg | None:
-        """The prefill leg of that transfer id, while it lives."""
-        for leg in self.legs.values():
-            if isinstance(leg, PrefillLeg) and leg.job.transfer_id == transfer_id:
-                return leg
-        return None
 
     def pair(self, source: PrefillLeg, leg: DecodeLeg) -> None:
         """Two legs of one request on this node: the end of one before the KV changed hands ends the other."""
@@ -150,9 +127,10 @@ class Life:
         del self.legs[leg.job.leg_id]
         if isinstance(leg, PrefillLeg):
             leg.stage = PrefillStage.OVER
+            self.transfers.withdraw(leg)
         else:
-            if leg.stage is not DecodeStage.RUNNING and self._down is None:
-                self._in_background(leg.dismiss(leg.job))
+            if leg.stage is not DecodeStage.RUNNING and self._down is None and not isinstance(error, SourceLost):
+                self._spawn(leg.dismiss(leg.job))
             leg.stage = DecodeStage.OVER
         for legs in (self._queue, self._running, self._reserving, self._batch):
             if leg in legs:
@@ -168,10 +146,11 @@ class Life:
         self.publish()
         self._wake.set()
 
-    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _end_partner(self, leg: Leg) -> None:
         partner, leg.partner = leg.partner, None
@@ -214,10 +193,15 @@ class Life:
         self.shut(error)
         for leg in list(self.legs.values()):
             self.end(leg, error)
-        for task in self._background:
+        for task in self._tasks:
             task.cancel()
         self.kv_readers.close()
         self.status_readers.close()
+
+    async def wait_ended(self) -> None:
+        """Wait until nothing of a killed life runs any more."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks))
 
     # -- the loop
 
@@ -294,7 +278,7 @@ class Life:
             self.end(leg)
             return
         leg.ready.set()
-        leg.tasks.append(asyncio.create_task(self._expire_holding(leg)))
+        leg.tasks.append(self._spawn(self._expire_holding(leg)))
 
     # -- room
 

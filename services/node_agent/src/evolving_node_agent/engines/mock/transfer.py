@@ -61,14 +61,14 @@ async def dismiss(life: Life, job: DecodeJob) -> None:
 
 def dismissed(life: Life, transfer_id: int) -> None:
     """No decode leg will come. One that came already speaks for itself by its connection."""
-    leg = life.transfer(transfer_id)
+    leg = life.transfers.get(transfer_id)
     if leg is not None and not leg.pulled:
         life.end(leg, DecodeLost("the decode leg ended"))
 
 
 async def _take_over(life: Life, leg: DecodeLeg) -> None:
     """Both legs are here: the prompt's blocks are shared, and only its incomplete page is copied."""
-    source = await life.find_transfer(leg.job.transfer_id)
+    source = await life.transfers.find(leg.job.transfer_id)
     if source is None or source.pulled:
         life.end(leg, SourceLost(f"no prefill leg offers transfer {leg.job.transfer_id}"))
         return
@@ -115,7 +115,7 @@ async def _pull_over(life: Life, leg: DecodeLeg, connection: Connection) -> None
 
 async def serve_pull(life: Life, connection: Connection, pull: Pull) -> None:
     """Send a prefill leg's KV once it is computed. Whatever breaks before `Landed` ends the leg with DecodeLost."""
-    leg = await life.find_transfer(pull.transfer_id)
+    leg = await life.transfers.find(pull.transfer_id)
     if leg is None or leg.pulled or pull.kv_format != life.config.kv_format:
         await connection.send(Failed(f"no prefill leg offers transfer {pull.transfer_id}"))
         return

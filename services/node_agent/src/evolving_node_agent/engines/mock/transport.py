@@ -109,6 +109,8 @@ class Connection:
         header = _HEADER.pack(len(payload), zlib.crc32(payload))
         if damaged:
             payload = payload[:-1] + bytes([payload[-1] ^ 1])
+        if self._writer.is_closing():  # uvloop raises RuntimeError for a write then
+            raise Disconnected("the peer is gone")
         try:
             self._writer.write(header + payload)
             async with asyncio.timeout(self._silence_s):
@@ -134,9 +136,12 @@ class Connection:
             raise Disconnected(f"not a message: {error}") from error
 
     async def close(self) -> None:
-        """Close; never fails."""
+        """Send what was written and close; at once where the task is cancelled meanwhile. Never fails."""
         self._writer.close()
         try:
             await self._writer.wait_closed()
         except OSError:
             return  # the peer was gone already, which is as closed as it gets
+        except asyncio.CancelledError:
+            self._writer.transport.abort()
+            raise
