@@ -84,6 +84,13 @@ class Servicer:
                 except asyncio.CancelledError:
                     self.cancelled.set()
                     raise
+            case "fail late":
+                self.entered.set()
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    self.cancelled.set()
+                    raise NotReady("nobody hears this") from None
         return what
 
 
@@ -334,6 +341,21 @@ async def test_a_cancelled_call_unwinds_its_handler(name: str) -> None:
             while running.server.guard.in_flight:
                 await asyncio.sleep(0.01)
         assert running.sample("grpc_server_calls_total", method=f"/test.Internal/{name}", code="CANCELLED") == 1
+
+
+@pytest.mark.parametrize("name", ["Say", "Count"])
+async def test_a_failure_nobody_waits_for_any_more_is_no_error_in_the_log(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Running() as running, open_channel(running.address) as channel:
+        reading = asyncio.ensure_future(failure(channel, name, "fail late"))
+        async with asyncio.timeout(30):
+            await running.servicer.entered.wait()
+            reading.cancel()
+            while running.server.guard.in_flight:
+                await asyncio.sleep(0.01)
+        assert running.servicer.cancelled.is_set()
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_ids_travel_from_the_callers_context_to_the_handlers() -> None:

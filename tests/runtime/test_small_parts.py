@@ -135,6 +135,21 @@ def test_exceptions_are_structured(stream: io.StringIO) -> None:
     assert json.loads(stream.getvalue())["exception"][0]["exc_type"] == "ValueError"
 
 
+@pytest.mark.parametrize("log_format", ["json", "console"])
+def test_a_trace_shows_no_values(log_format: log.LogFormat, stream: io.StringIO) -> None:
+
+    def serve(prompt: str) -> None:
+        raise ValueError("why")
+
+    log.configure("gateway", log_format=log_format, stream=stream)
+    try:
+        serve("-".join(["what", "the", "user", "wrote"]))
+    except ValueError as error:
+        log.get_logger().error("failed", exc_info=error)
+    assert "ValueError" in stream.getvalue()
+    assert "what-the-user-wrote" not in stream.getvalue()
+
+
 def test_console_lines_are_for_people(stream: io.StringIO) -> None:
     log.configure("gateway", log_format="console", stream=stream)
     log.get_logger().info("routed", node="n")

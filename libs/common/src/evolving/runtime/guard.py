@@ -10,7 +10,8 @@ import asyncio
 import contextvars
 import inspect
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -133,7 +134,8 @@ class Guard(grpc.aio.ServerInterceptor):
             try:
                 # Written here rather than yielded on, so that a cancelled call unwinds the handler at once.
                 async for response in responses:
-                    await context.write(response)
+                    with _client_gone_is_cancelled():
+                        await context.write(response)
             finally:
                 await responses.aclose()
 
@@ -166,11 +168,13 @@ class Guard(grpc.aio.ServerInterceptor):
                         raise
                     detail = _bug(method, error)
                     code = detail.status.name
-                    await abort_with(context, detail)
+                    with _client_gone_is_cancelled():
+                        await abort_with(context, detail)
         except EXPECTED as error:
             expected = describe(cast("Expected", error))
             code = expected.status.name
-            await abort_with(context, expected)
+            with _client_gone_is_cancelled():
+                await abort_with(context, expected)
         except grpc.aio.AbortError:
             code = _status_name(context)
             raise
@@ -195,6 +199,15 @@ class Guard(grpc.aio.ServerInterceptor):
             )
         _caller.set(caller)
         return caller.tenant
+
+
+@contextmanager
+def _client_gone_is_cancelled() -> Iterator[None]:
+    """grpc raises InternalError where nobody listens any more. It is no bug: the call ends as a cancelled one does."""
+    try:
+        yield
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError("the client is gone") from None
 
 
 def _tolerant(parse: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:

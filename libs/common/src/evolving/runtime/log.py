@@ -54,9 +54,12 @@ def configure(
     ]
     final: list[structlog.types.Processor] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
     if log_format == "json":
-        final += [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer(sort_keys=False)]
+        # Local variables hold prompts and tokens, which no log may.
+        traces = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        final += [structlog.processors.ExceptionRenderer(traces), structlog.processors.JSONRenderer(sort_keys=False)]
     else:
-        final += [structlog.dev.ConsoleRenderer(colors=out.isatty())]
+        plain = structlog.dev.plain_traceback  # the others show local variables
+        final += [structlog.dev.ConsoleRenderer(colors=out.isatty(), exception_formatter=plain)]
     handler = logging.StreamHandler(out)
     handler.setFormatter(structlog.stdlib.ProcessorFormatter(foreign_pre_chain=shared, processors=final))
     root = logging.getLogger()
