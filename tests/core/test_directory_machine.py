@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 from core.machine_nodes import NodeRules
-from core.machine_world import SEEN, bases, branches, cuts, nodes, phases, picks, shapes, tails
+from core.machine_world import BRANCHES, SEEN, bases, branches, cuts, nodes, phases, picks, shapes, tails
 from core.model import Key
 from core.pair import assert_raises_unchanged, chain
 from hypothesis import HealthCheck, settings
@@ -28,7 +28,7 @@ class DirectoryMachine(NodeRules):
     # -------------------------------------------------------------------------------------------------------- branches
 
     @rule(
-        key=branches,
+        who=picks,
         shape=shapes,
         pick=picks,
         cut=cuts,
@@ -40,7 +40,7 @@ class DirectoryMachine(NodeRules):
     )
     def begin(
         self,
-        key: Key,
+        who: int,
         shape: str,
         pick: int,
         cut: int,
@@ -51,6 +51,7 @@ class DirectoryMachine(NodeRules):
         end_after: bool,
     ) -> None:
         """A new request."""
+        key = self._pick_branch(who) if who < 7 else BRANCHES[who % len(BRANCHES)]
         self.requests += 1
         branch = self.pair.model.live(*key)
         current = branch.version if branch is not None else 1
@@ -85,6 +86,24 @@ class DirectoryMachine(NodeRules):
         names = b"".join(prompt)
         event = Begin(*key, request_id, version, new_names=names, end_after=request.end_after, body_digest=body)
         self._begin(event, prompt)
+
+    @precondition(lambda self: bool(self.sent))
+    @rule(who=picks, tail=tails, seconds=st.sampled_from([0.0, 1.0]), phase=phases, node_id=nodes)
+    def side_request(self, who: int, tail: str, seconds: float, phase: Phase, node_id: str) -> None:
+        """Another context of a version that runs; it lands and makes output, to no effect."""
+        key = self._pick_branch(who)
+        branch = self.pair.model.live(*key)
+        if branch is None or not branch.prompt:
+            return
+        self.requests += 1
+        request_id = f"q{self.requests}"
+        prompt = chain(branch.prompt[:-1], "y" + tail)
+        self._begin(Begin(*key, request_id, new_names=b"".join(prompt)), prompt)
+        self.pair.advance(seconds, settle=False)
+        version = branch.version
+        self._landed(Landed(*key, request_id, version, phase, node_id, len(prompt)))
+        output = chain(prompt, "w" + tail)
+        self._output(Output(*key, request_id, version, node_id, len(prompt), b"".join(output[len(prompt) :])))
 
     @precondition(lambda self: bool(self.sent))
     @rule(who=picks, pick=picks, base=bases, output=tails)
