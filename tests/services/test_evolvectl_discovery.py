@@ -67,9 +67,9 @@ class Partition:
         )
         await self.put(KEYS.node(node_id), encode(registration))
 
-    async def service(self, kind: Any, instance: str, address: str) -> None:
+    async def service(self, kind: Any, instance: str, address: str, started_wall_s: float = 86400.0) -> None:
         """Register a service instance."""
-        registration = ServiceRegistration(kind, instance, address, "1.2", 86400.0)
+        registration = ServiceRegistration(kind, instance, address, "1.2", started_wall_s)
         await self.put(KEYS.service(kind, instance), encode(registration))
 
     async def run(self, *arguments: str, stdin: str = "") -> tuple[int, str, str]:
@@ -174,10 +174,11 @@ async def test_status_asks_every_node_and_service(partition: Partition) -> None:
     assert nodes["node-d"]["role"] is None
     assert documented() >= {*value, *nodes["node-a"], *value["services"][0]}
     services = {service["instance"]: (service["health"], service["leads"]) for service in value["services"]}
-    assert services == {"p-1": ("not_serving", False), "p-2": ("serving", True), "d-1": ("unreachable", False)}
+    assert services == {"p-1": ("not_serving", False), "p-2": ("serving", True), "d-1": ("unreachable", None)}
 
     lines = [line.split() for line in table.splitlines()]
-    assert ("split 1P2D +1 mixed · epoch 5") in table, "the split's role where a node can't say its own"
+    assert "split 1P2D +1 mixed · epoch 5" in table, "the split's role where a node can't say its own"
+    assert f"planner: {leading} leads" in table
     (row,) = (line for line in lines if line[:1] == ["node-a"])
     kv = ["250/1000", "25%", "2000/4000", "50%"]
     assert row == ["node-a", "ready", "prefill", "5", "0.25s", "3", "2", "1", "4", "28", *kv, "4711", "2", ready]
@@ -205,17 +206,16 @@ async def test_partitions_and_prefixes_are_apart(partition: Partition) -> None:
         assert (await partition.run("audit"))[0] == 0
 
 
-async def test_the_leader_is_asked_first_and_the_rest_when_it_is_gone(partition: Partition) -> None:
-    first, leader = ScriptedDirectory(), ScriptedDirectory()
-    with running(first) as first_address:
-        await partition.service("directory", "a", first_address)
-        with running(leader) as leader_address:
-            await partition.service("directory", "b", leader_address)
-            await partition.put(KEYS.leader("directory"), leader_address.encode())
+async def test_the_newest_directory_is_asked_first_and_the_rest_when_it_is_gone(partition: Partition) -> None:
+    older, newer = ScriptedDirectory(), ScriptedDirectory()
+    with running(older) as older_address:
+        await partition.service("directory", "a", older_address, started_wall_s=1.0)
+        with running(newer) as newer_address:
+            await partition.service("directory", "b", newer_address, started_wall_s=2.0)
             assert (await partition.run("branch", "ls"))[0] == 0
-            assert (len(first.requests), len(leader.requests)) == (0, 1)
+            assert (len(older.requests), len(newer.requests)) == (0, 1)
         assert (await partition.run("branch", "ls"))[0] == 0
-        assert len(first.requests) == 1
+        assert len(older.requests) == 1
 
 
 async def test_generate_streams_the_text(partition: Partition, gateway: ScriptedGateway, gateway_address: str) -> None:
@@ -288,9 +288,9 @@ def test_keys_of_others_are_left_alone() -> None:
 @pytest.mark.parametrize("leader", ["a:1", "b:1", "c:1"])
 def test_a_leader_is_the_first_of_its_kind(leader: str) -> None:
     services = {
-        f"services/directory/{name}": encode(ServiceRegistration("directory", name, f"{name}:1", "1", 0.0))
+        f"services/planner/{name}": encode(ServiceRegistration("planner", name, f"{name}:1", "1", 0.0))
         for name in "abc"
     }
-    addresses = parse_registry({**services, "leaders/directory": leader.encode()}).addresses("directory")
+    addresses = parse_registry({**services, "leaders/planner": leader.encode()}).addresses("planner")
     assert addresses[0] == leader
     assert set(addresses) == {"a:1", "b:1", "c:1"}

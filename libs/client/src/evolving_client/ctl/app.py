@@ -22,8 +22,8 @@ Result = TypeVar("Result")
 _HELP = """Look at an Evolving Infra cluster, and steer it.
 
 Services and nodes are found through etcd: each registers itself below {prefix}/{partition}/services/ and nodes/, and
-the leading planner and directory are asked first. --gateway, --planner and --directory give an address instead; then
-etcd is not needed, but for `status`. Global options may stand before or after the command.
+the leading planner and the newest directory are asked first. --gateway, --planner and --directory give an address
+instead; then etcd is not needed, but for `status`. Global options may stand before or after the command.
 
 Tables are for people. --json prints one JSON document whose fields stay as documented in libs/client/README.md.
 

@@ -17,6 +17,8 @@ from grpc import aio
 
 from evolving_client.ctl.failure import Failure, unreachable
 
+ELECTED_KINDS = ("planner",)
+
 
 @dataclass(frozen=True, slots=True)
 class Node:
@@ -50,10 +52,15 @@ class Registry:
     roles: Mapping[str, str] = field(default_factory=dict)
 
     def addresses(self, kind: str) -> tuple[str, ...]:
-        """Addresses of a kind of service, the leader first."""
-        found = [service.address for service in self.services if service.kind == kind]
+        """Addresses of a kind of service: the leader first, then the one started last, which replaces the others."""
+        newest_first = sorted(self.services, key=lambda service: -service.started_wall_s)
+        found = [service.address for service in newest_first if service.kind == kind]
         leader = self.leaders.get(kind)
         return tuple(sorted(found, key=lambda address: address != leader))
+
+    def leads(self, service: Service) -> bool | None:
+        """Whether an instance leads its kind; None where instances of the kind elect no leader."""
+        return self.leaders.get(service.kind) == service.address if service.kind in ELECTED_KINDS else None
 
 
 async def read_registry(endpoints: Iterable[str], prefix: str, partition: str, timeout_s: float) -> Registry:

@@ -40,7 +40,7 @@ class ServiceState:
 
     service: Service
     health: str
-    leads: bool
+    leads: bool | None  # None: its kind elects no leader
 
 
 async def gather(cluster: Cluster) -> tuple[Registry, list[NodeState], list[ServiceState]]:
@@ -69,7 +69,7 @@ async def _node(cluster: Cluster, node: Node, timeout_s: float) -> NodeState:
 
 async def _service(cluster: Cluster, registry: Registry, service: Service, timeout_s: float) -> ServiceState:
     stub: Any = health_pb2_grpc.HealthStub(cluster.channel(service.address))
-    leads = registry.leaders.get(service.kind) == service.address
+    leads = registry.leads(service)
     try:
         answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
     except aio.AioRpcError:
@@ -122,9 +122,9 @@ def _node_json(state: NodeState) -> Plain:
 def print_status(registry: Registry, nodes: list[NodeState], services: list[ServiceState], partition: str) -> None:
     """Two tables and a line above them."""
     roles = [_role(registry, state) for state in nodes]
-    leaders = ", ".join(f"{role} {address}" for role, address in sorted(registry.leaders.items())) or "none"
+    leader = registry.leaders.get("planner", "nobody")
     output.print_line(
-        f"partition {partition} · split {output.shape_of(roles)} · epoch {registry.epoch} · leaders: {leaders}"
+        f"partition {partition} · split {output.shape_of(roles)} · epoch {registry.epoch} · planner: {leader} leads"
     )
     output.print_table(
         ["node", "state", "role", ">epoch", ">wait", ">queued", ">prefilling", ">holding", ">decoding", ">slots free",
