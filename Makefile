@@ -1,6 +1,7 @@
 # The commands of the project; `make help` lists them. Everything they need, they install into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo up down status logs lint test gen pin proto-baseline clean
+.PHONY: help setup model demo up down status logs lint test bench-flip bench-directory bench-begin images gen pin \
+  proto-baseline clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -64,6 +65,20 @@ lint: .venv/.ready .venv-gen/.ready ## formatting, types, import rules, protos
 
 test: $(MODEL)/.ready ## every test, real engines included
 	@$(BIN)/pytest -q $(ARGS)
+
+bench-flip: $(MODEL)/.ready ## gaps between tokens with and without a role switch, into build/bench-flip.json
+	@$(BIN)/python tests/bench/bench_flip.py $(ARGS)
+
+bench-directory: .venv/.ready ## speed and memory of the directory's core, into build/bench-directory.json
+	@mkdir -p build
+	@$(BIN)/python tests/bench/bench_directory.py --json build/bench-directory.json $(ARGS)
+
+bench-begin: .venv/.ready ## time of Begin and routing by context length, into build/bench-begin.json
+	@mkdir -p build
+	@$(BIN)/python tests/bench/bench_begin.py --json build/bench-begin.json $(ARGS)
+
+images: ## build the four images, evolving-<service>:dev
+	@$(foreach service,$(SERVICES),docker build -f services/$(service)/Dockerfile -t evolving-$(subst _,-,$(service)):dev . &&) true
 
 gen: .venv-gen/.ready ## write the stubs anew
 	@protos/gen.sh

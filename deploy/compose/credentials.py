@@ -1,8 +1,9 @@
-"""Make the bearer tokens docker-compose.yml mounts: one for clients, one between services.
+"""Make the bearer tokens of docker-compose.yml: one for clients, one between services.
 
-    python deploy/compose/credentials.py [DIRECTORY]     default: build/compose
+    .venv/bin/python deploy/compose/credentials.py [DIRECTORY]     default: build/compose
 
-Existing files stay, so running it again changes nothing. Needs evolving-common.
+DIRECTORY is its owner's alone. Below it, services/ is what containers mount; their user is not the owner and must be
+able to read it. Existing files stay, so running it again changes nothing.
 """
 
 from __future__ import annotations
@@ -10,28 +11,30 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from evolving.runtime.credentials import Scope, new_credential
+from evolving.runtime.credentials import new_credential
 
 
 def make(directory: Path) -> None:
-    """Write credentials.toml, cluster.token and client.token, readable by their owner alone."""
-    directory.mkdir(parents=True, exist_ok=True)
-    credentials = directory / "credentials.toml"
-    if credentials.exists():
-        print(f"{credentials} is there already")
+    """Write client.token, services/cluster.token and services/credentials.toml."""
+    shared = directory / "services"
+    if (shared / "credentials.toml").exists():
+        print(f"{shared / 'credentials.toml'} is there already")
         return
-    tables = []
-    scopes: tuple[Scope, ...] = ("client", "cluster")
-    for scope in scopes:
-        token, table = new_credential("default", scope)
-        tables.append(table)
-        _write(directory / f"{scope}.token", token + "\n")
-    _write(credentials, "\n".join(tables))
-    print(f"wrote credentials.toml, cluster.token and client.token to {directory}")
+    directory.mkdir(parents=True, exist_ok=True)
+    directory.chmod(0o700)  # nobody else on this machine gets as far as what is readable below
+    shared.mkdir(exist_ok=True)
+    shared.chmod(0o755)
+    client_token, client_table = new_credential("default", "client")
+    cluster_token, cluster_table = new_credential("default", "cluster")
+    _write(directory / "client.token", client_token + "\n", 0o600)
+    _write(shared / "cluster.token", cluster_token + "\n", 0o644)
+    _write(shared / "credentials.toml", f"{client_table}\n{cluster_table}", 0o644)
+    print(f"wrote client.token, services/cluster.token and services/credentials.toml to {directory}")
 
 
-def _write(path: Path, text: str) -> None:
-    path.touch(mode=0o600)
+def _write(path: Path, text: str, mode: int) -> None:
+    path.touch()
+    path.chmod(mode)  # before there is anything to read, and whatever the umask
     path.write_text(text)
 
 

@@ -32,7 +32,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeCluster
     """etcd, the services and three nodes with a token each call needs."""
     state = tmp_path_factory.mktemp("compose")
     make(state / "secrets")
-    mounts = {"/etc/evolving": state / "secrets", "/models/smollm2": tiny_model()}
+    mounts = {"/etc/evolving": state / "secrets" / "services", "/models/smollm2": tiny_model()}
     running = ComposeCluster(ClusterSpec(state_dir=state, start_timeout_s=300), mounts)
     running.start()
     try:
@@ -51,7 +51,7 @@ async def client(cluster: ComposeCluster) -> AsyncIterator[Client]:
 
 async def evolvectl(cluster: ComposeCluster, *arguments: str) -> str:
     """What a command prints. It must succeed."""
-    token = (cluster.spec.state_dir / "secrets" / "cluster.token").read_text().strip()
+    token = (cluster.spec.state_dir / "secrets" / "services" / "cluster.token").read_text().strip()
     process = await asyncio.create_subprocess_exec(
         BIN / "evolvectl", "--etcd", cluster.etcd_address, "--token", token, *arguments,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
@@ -63,7 +63,7 @@ async def evolvectl(cluster: ComposeCluster, *arguments: str) -> str:
 
 async def engine_pids(cluster: ComposeCluster) -> dict[str, int]:
     """The engine process of each node, as its agent tells."""
-    token = (cluster.spec.state_dir / "secrets" / "cluster.token").read_text().strip()
+    token = (cluster.spec.state_dir / "secrets" / "services" / "cluster.token").read_text().strip()
     pids = {}
     for name in NODES:
         async with grpc.aio.insecure_channel(cluster.processes[name].address) as channel:
