@@ -21,6 +21,7 @@ from evolving.internal.v1 import directory_pb2
 from evolving.runtime.clock import Clock
 from evolving.runtime.errors import NotReady
 from evolving.runtime.log import get_logger
+from evolving.runtime.tasks import first_of
 from evolving_directory.errors import StreamReplaced, Superseded
 from evolving_directory.metrics import DirectoryMetrics
 from evolving_directory.outbox import Outbox
@@ -196,15 +197,10 @@ class Host:
     async def _sleep_until(self, due_s: float | None, now_s: float) -> None:
         """Until the core is due, or an event made it due sooner."""
         self._sleeps_until_s = float("inf") if due_s is None else due_s
-        waits = [asyncio.create_task(self._woken())]
-        if due_s is not None:
-            waits.append(asyncio.create_task(self.clock.sleep(due_s - now_s)))
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if due_s is None:
+                await self._wake.wait()
+            else:
+                await first_of(self._wake.wait(), self.clock.sleep(due_s - now_s))
         finally:
-            for wait in waits:
-                wait.cancel()
             self._sleeps_until_s = float("-inf")
-
-    async def _woken(self) -> None:
-        await self._wake.wait()

@@ -19,6 +19,7 @@ import grpc.aio
 from evolving.core.routing import Context, PrefillScore
 from evolving.core.terms import Role
 from evolving.internal.v1 import node_agent_pb2
+from evolving.runtime.tasks import end_tasks
 from evolving.v1 import gateway_pb2
 from evolving.wire.status import parse_error
 from evolving_gateway.nodes import Cluster, Node
@@ -154,9 +155,7 @@ class Attempt:
                     return
         finally:
             stop_listening()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await end_tasks(*self._tasks)
 
     async def _next(self) -> AttemptEvent | Exception:
         """The next event; a role switch, or a bug, goes before what is queued."""

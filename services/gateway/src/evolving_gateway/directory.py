@@ -17,6 +17,7 @@ from evolving.runtime.keys import Keys
 from evolving.runtime.log import get_logger
 from evolving.runtime.metrics import Metrics
 from evolving.runtime.store import Store
+from evolving.runtime.tasks import end_tasks
 from evolving.v1 import common_pb2
 from evolving.wire.status import ErrorDetail, parse_error
 from evolving_gateway.errors import DirectoryAway, DirectoryRefused
@@ -101,9 +102,7 @@ class DirectoryClient:
 
     async def close(self) -> None:
         """Drop the connection and what could not be told."""
-        for task in self._finishing:
-            task.cancel()
-        await asyncio.gather(*self._finishing, return_exceptions=True)
+        await end_tasks(*self._finishing)
         if self._channel is not None:
             await self._channel.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -20,6 +19,7 @@ from evolving.runtime.keys import Keys, NodeRegistration, Split
 from evolving.runtime.log import get_logger
 from evolving.runtime.metrics import Metrics
 from evolving.runtime.store import Store, StoreUnavailable, Versioned
+from evolving.runtime.tasks import end_tasks
 
 _StatusCall = grpc.aio.UnaryStreamCall[node_agent_pb2.WatchStatusRequest, node_agent_pb2.WatchStatusResponse]
 
@@ -218,6 +218,7 @@ class Cluster:
         stub = node_agent_pb2_grpc.NodeAgentServiceStub(channel)
         node = Node(registration, channel, stub)
         node.task = asyncio.create_task(self._follow(node), name=f"status:{node.node_id}")
+        node.task.add_done_callback(lambda task: self._stopped_following(node, task))
         self.nodes[node.node_id] = node
         self._wait_gauge.labels(node.node_id).set(node.wait_s)
         _log.info(
@@ -262,6 +263,13 @@ class Cluster:
             await self._clock.sleep(backoff_s)
             backoff_s = min(_RECONNECT_MAX_S, 2 * backoff_s)
 
+    def _stopped_following(self, node: Node, task: asyncio.Task[None]) -> None:
+        """Following ends by being cancelled; otherwise a bug ended it, and what is known of the node grows stale."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.critical("status_loop_failed", node_id=node.node_id, exc_info=error)
+            node.watching = False
+            self._notify()
+
     async def _next_status(self, call: _StatusCall) -> object:
         """The next status, or EOF. Raises TimeoutError when the node says nothing: it speaks every second if it can."""
         async with asyncio.timeout(self._silence_s):
@@ -284,7 +292,5 @@ class Cluster:
 
 async def _end(node: Node) -> None:
     if node.task is not None:
-        node.task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await node.task
+        await end_tasks(node.task)
     await node.channel.close()

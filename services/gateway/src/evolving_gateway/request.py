@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from evolving.internal.v1 import directory_pb2
 from evolving.runtime.clock import Clock
 from evolving.runtime.errors import DeadlineExceeded
 from evolving.runtime.log import get_logger
+from evolving.runtime.tasks import first_of
 from evolving.v1 import gateway_pb2
 from evolving_gateway.attempt import (
     Attempt,
@@ -258,13 +258,8 @@ class Request:
 
     async def _pause(self, wait_s: float) -> None:
         """Wait, at most until the nodes change or the deadline passes."""
-        changed = asyncio.ensure_future(self._desk.cluster.changed())
-        slept = asyncio.ensure_future(self._desk.clock.sleep(min(wait_s, self._left_s())))
-        try:
-            await asyncio.wait((changed, slept), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            changed.cancel()
-            slept.cancel()
+        sleep_s = min(wait_s, self._left_s())
+        await first_of(self._desk.cluster.changed(), self._desk.clock.sleep(sleep_s))
 
     def _left_s(self) -> float:
         """What is left of the deadline. Raises DeadlineExceeded."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any
 
 import grpc.aio
@@ -14,6 +14,7 @@ from evolving.runtime.channel import call_timeout_s
 from evolving.runtime.errors import DeadlineExceeded, InvalidRequest, ServiceError
 from evolving.runtime.guard import current_caller
 from evolving.runtime.log import log_context
+from evolving.runtime.tasks import end_tasks
 from evolving.v1 import gateway_pb2, gateway_pb2_grpc
 from evolving.wire.status import describe
 from evolving_gateway.directory import DirectoryClient
@@ -63,9 +64,7 @@ class GatewayService(gateway_pb2_grpc.GatewayServiceServicer):
                     raise message
                 yield message
         finally:
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
+            await end_tasks(task)
 
     async def EndBranches(
         self, request: gateway_pb2.EndBranchesRequest, context: _Context

@@ -7,8 +7,7 @@ up; the gap then makes the directory ask for a snapshot. Reports of requests wai
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import grpc
 import grpc.aio
@@ -18,6 +17,7 @@ from evolving.runtime.channel import open_channel
 from evolving.runtime.clock import Clock
 from evolving.runtime.log import get_logger
 from evolving.runtime.metrics import Metrics
+from evolving.runtime.tasks import end_tasks, first_of
 from evolving.v1 import common_pb2
 from evolving_node_agent.address import Address
 from evolving_node_agent.counts import CountsMirror
@@ -141,7 +141,7 @@ class DirectoryReporter:
             self._life_changed.clear()
             directory.changed.clear()
             if life is None or not address:
-                await _first(self._life_changed.wait(), directory.changed.wait())
+                await first_of(self._life_changed.wait(), directory.changed.wait())
                 continue
             started_s = self.clock.now_s()
             await self._connect(life, address, directory)
@@ -175,7 +175,7 @@ class DirectoryReporter:
             self._connected.set(1)
             reading = asyncio.create_task(self._read(stream))
             try:
-                await _first(_done(reading), self._life_changed.wait(), directory.changed.wait())
+                await first_of(_done(reading), self._life_changed.wait(), directory.changed.wait())
                 stream.end()
                 await asyncio.wait({reading}, timeout=_FAREWELL_S)
             finally:
@@ -183,9 +183,9 @@ class DirectoryReporter:
                 self._stream_closed.set()
                 self._connected.set(0)
                 stream.cancel()
-                reading.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await reading
+                await end_tasks(reading)
+            if not reading.cancelled():
+                reading.result()  # a bug in reading ends this loop too
 
     async def _read(self, stream: DirectoryStream) -> None:
         try:
@@ -269,13 +269,3 @@ def _to_proto(change: Change) -> directory_pb2.KvChange:
 
 async def _done(task: asyncio.Task[None]) -> None:
     await asyncio.wait({task})
-
-
-async def _first(*waits: Coroutine[None, None, object]) -> None:
-    """Return when one of them is done; the others are cancelled."""
-    tasks = [asyncio.create_task(each) for each in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()

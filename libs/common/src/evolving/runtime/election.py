@@ -12,6 +12,7 @@ from evolving.runtime.clock import Clock
 from evolving.runtime.errors import NotLeader, StoreUnavailable
 from evolving.runtime.log import get_logger
 from evolving.runtime.store import Conflict, Guard, LeaseLost, Store
+from evolving.runtime.tasks import end_tasks
 
 # A leader steps down this share of the lease before the server could give the key to another. Covers clocks that
 # run at different speeds and a server that counts from when the request arrived.
@@ -86,9 +87,7 @@ class Election:
     async def close(self) -> None:
         """Resign: stop campaigning and, when leading, give the key up at once."""
         if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await end_tasks(self._task)
             self._task = None
         self._step_down("closed")
         await self._give_up_lease()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 from evolving.runtime.clock import Clock
 from evolving.runtime.log import get_logger
 from evolving.runtime.store import LeaseLost, Store, StoreUnavailable
+from evolving.runtime.tasks import end_tasks, first_of
 
 _RETRY_S = 0.5
 _log = get_logger(__name__)
@@ -54,9 +54,7 @@ class Registration:
 
     async def close(self) -> None:
         """Delete the key at once. Only a key under this registration's lease goes: a successor's stays."""
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await end_tasks(self._task)
         self._registered.clear()
         if self._lease is not None:
             lease, self._lease = self._lease, None
@@ -101,10 +99,4 @@ class Registration:
 
     async def _wait(self, wait_s: float) -> None:
         """Until the next round is due, or at once when `update` was called."""
-        sleep = asyncio.ensure_future(self._clock.sleep(wait_s))
-        changed = asyncio.ensure_future(self._changed.wait())
-        try:
-            await asyncio.wait((sleep, changed), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            sleep.cancel()
-            changed.cancel()
+        await first_of(self._clock.sleep(wait_s), self._changed.wait())

@@ -1,0 +1,38 @@
+"""Two things asyncio leaves to its users: ending tasks without losing one's own cancellation, and waiting for whichever
+comes first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks and wait until they have ended, with whatever outcome; who needs to know it looks at the task.
+
+    Awaiting a cancelled task and suppressing CancelledError would also swallow a cancellation of the caller.
+    """
+    for task in tasks:
+        task.cancel()
+        task.add_done_callback(_look_away)
+    if tasks:
+        await asyncio.wait(tasks)
+
+
+async def first_of(*works: Coroutine[Any, Any, Any]) -> None:
+    """Return once one of these is done; the others are cancelled. Raises what the one that is done raised."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _look_away(task: asyncio.Task[Any]) -> None:
+    """Keep asyncio from reporting an outcome that nobody wants."""
+    if not task.cancelled():
+        task.exception()
