@@ -25,9 +25,9 @@ from evolving.core.terms import Role
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.core.work import PrefillWork, queue_service_s, service_s
 
+PREFILL = PrefillCoefficients(c0_s=0.01, c1_s=0.001, c2_s=1e-7, c3_s=1e-5)
+DECODE = DecodeCoefficients(d0_s=0.01, d1_s=0, d2_s=0.001, d3_s=1e-6)
 CONFIG = RoutingConfig(
-    prefill=PrefillCoefficients(c0_s=0.01, c1_s=0.001, c2_s=1e-7, c3_s=1e-5),
-    decode=DecodeCoefficients(d0_s=0.01, d1_s=0, d2_s=0.001, d3_s=1e-6),
     kv_bytes_per_token=1_000,
     fetch_bytes_per_s=10_000_000,
     fetch_fixed_s=0.0,
@@ -36,12 +36,14 @@ CONTEXT = Context(request_id="r", tokens=1_000, block_tokens=64)
 
 
 def prefill_node(node_id: str, **changes: object) -> PrefillNode:
-    base = PrefillNode(node_id, Role.PREFILL, ready=True, wait_s=0.0, new_tokens_per_iteration=512)
+    base = PrefillNode(
+        node_id, Role.PREFILL, ready=True, wait_s=0.0, new_tokens_per_iteration=512, coefficients=PREFILL
+    )
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
 def decode_node(node_id: str, **changes: object) -> DecodeNode:
-    base = DecodeNode(node_id, Role.DECODE, ready=True, slots_free=8, decoding=0, context_tokens=0)
+    base = DecodeNode(node_id, Role.DECODE, ready=True, slots_free=8, decoding=0, context_tokens=0, coefficients=DECODE)
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
@@ -52,7 +54,7 @@ def chosen_prefill(*nodes: PrefillNode, context: Context = CONTEXT) -> str:
 
 
 def chosen_decode(*nodes: DecodeNode) -> str:
-    decision = choose_decode(CONTEXT, nodes, CONFIG)
+    decision = choose_decode(CONTEXT, nodes)
     assert decision.chosen is not None
     return decision.chosen.node_id
 
@@ -65,7 +67,7 @@ def test_equation_7_hides_the_fetch_under_the_wait() -> None:
         assert score.fetched_blocks == 10
         assert score.fetch_s == pytest.approx(640 * 1_000 / 10_000_000)
         work = PrefillWork(360, 640, 640)
-        assert score.service_s == pytest.approx(service_s(work, CONFIG.prefill, 512))
+        assert score.service_s == pytest.approx(service_s(work, PREFILL, 512))
         hidden = wait_s if longer == "wait" else score.fetch_s
         assert score.total_s == pytest.approx(hidden + score.service_s)
 
@@ -88,7 +90,7 @@ def test_own_unacknowledged_sends_are_waited_for() -> None:
     sent = (PrefillWork(400), PrefillWork(700))
     score = choose_prefill(CONTEXT, [prefill_node("a", wait_s=0.2, unacknowledged=sent)], CONFIG).chosen
     assert score is not None
-    assert score.wait_s == pytest.approx(0.2 + queue_service_s(sent, CONFIG.prefill, 512))
+    assert score.wait_s == pytest.approx(0.2 + queue_service_s(sent, PREFILL, 512))
 
 
 def test_the_last_token_is_always_computed() -> None:
@@ -137,7 +139,7 @@ def test_no_node_is_no_choice_and_says_why() -> None:
         "drains": "role draining",
         "failed": "broke this request",
     }
-    assert choose_decode(CONTEXT, [decode_node("x", ready=False)], CONFIG).chosen is None
+    assert choose_decode(CONTEXT, [decode_node("x", ready=False)]).chosen is None
 
 
 def test_decode_goes_to_most_room_then_to_the_shortest_iteration() -> None:
@@ -194,4 +196,4 @@ def test_hints_name_holders_only_without_gap_or_overlap(held: list[set[str]], fi
 @pytest.mark.parametrize("field", ["kv_bytes_per_token", "fetch_bytes_per_s", "tie_share", "fetch_fixed_s"])
 def test_config_is_checked(field: str) -> None:
     with pytest.raises(ValueError, match=field):
-        replace(CONFIG, **{field: -1.0})  # type: ignore[arg-type]
+        replace(CONFIG, **{field: -1.0})

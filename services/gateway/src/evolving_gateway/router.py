@@ -93,10 +93,10 @@ class Router:
                     node.ready,
                     node.wait_s,
                     node.new_tokens_per_iteration,
+                    node.prefill_coefficients,
                     unacknowledged=tuple(node.sent.values()),
                     l1_blocks=depth.l1_blocks,
                     any_blocks=depth.any_blocks,
-                    coefficients=node.prefill_coefficients,
                     excluded=excluded.get(node.node_id, ""),
                 )
             )
@@ -112,12 +112,12 @@ class Router:
                 node.slots_free,
                 node.status.decoding + len(node.reserving),
                 node.status.decode_context_tokens,
-                coefficients=node.decode_coefficients,
+                node.decode_coefficients,
                 excluded=excluded.get(node.node_id, ""),
             )
             for node in self._serving(model)
         ]
-        return choose_decode(context, nodes, self._config)
+        return choose_decode(context, nodes)
 
     def holders(self, match: directory_pb2.Match, score: PrefillScore, own_blocks: int) -> list[node_agent_pb2.Holder]:
         """Whom the chosen node fetches the blocks it lacks from."""

@@ -8,7 +8,6 @@ from typing import ClassVar
 from pydantic import Field
 
 from evolving.core.routing import RoutingConfig
-from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.runtime.settings import ServiceSettings
 
 
@@ -69,10 +68,8 @@ class GatewaySettings(ServiceSettings):
     )
 
     def routing(self) -> RoutingConfig:
-        """How routing reckons. Nodes bring their own time model, so the fallback has no terms."""
+        """How routing reckons; nodes bring their own time model."""
         return RoutingConfig(
-            prefill=PrefillCoefficients(0.0, 0.0, 0.0),
-            decode=DecodeCoefficients(0.0, 0.0, 0.0),
             kv_bytes_per_token=self.kv_bytes_per_token,
             fetch_bytes_per_s=self.fetch_bytes_per_s,
             fetch_fixed_s=self.fetch_fixed_s,

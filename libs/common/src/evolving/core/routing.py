@@ -19,8 +19,6 @@ from evolving.core.work import PrefillWork, queue_service_s, service_s
 class RoutingConfig:
     """How routing reckons. Out-of-range values raise ValueError."""
 
-    prefill: PrefillCoefficients  # equation 1, for nodes without coefficients of their own
-    decode: DecodeCoefficients  # equation 2, likewise
     kv_bytes_per_token: float  # bytes of KV of one token, all layers
     fetch_bytes_per_s: float  # what one fetch from peers' host memory reaches
     fetch_fixed_s: float = 0.001  # a fetch's cost before its first byte, seconds
@@ -31,10 +29,7 @@ class RoutingConfig:
         for name, value in positive.items():
             if not math.isfinite(value) or value <= 0:
                 raise ValueError(f"{name} must be finite and positive, got {value}")
-        for name, value in {
-            "fetch_fixed_s": self.fetch_fixed_s,
-            "tie_share": self.tie_share,
-        }.items():
+        for name, value in {"fetch_fixed_s": self.fetch_fixed_s, "tie_share": self.tie_share}.items():
             if not math.isfinite(value) or value < 0:
                 raise ValueError(f"{name} must be finite and >= 0, got {value}")
 
@@ -66,10 +61,10 @@ class PrefillNode:
     ready: bool  # its engine serves and its lease lives
     wait_s: float  # W_n as the node last said
     new_tokens_per_iteration: float  # ū; the chunk size where nothing was observed
+    coefficients: PrefillCoefficients  # equation 1 on this node
     unacknowledged: Sequence[PrefillWork] = ()  # sent by this gateway and not yet in wait_s
     l1_blocks: int = 0  # leading blocks of the prompt in device memory
     any_blocks: int = 0  # leading blocks in device or host memory
-    coefficients: PrefillCoefficients | None = None  # None: the configured ones
     excluded: str = ""  # why this request must not go there (it just failed there); empty: it may
 
 
@@ -134,8 +129,7 @@ def choose_prefill(context: Context, nodes: Iterable[PrefillNode], config: Routi
 
 def score_prefill(context: Context, node: PrefillNode, config: RoutingConfig) -> PrefillScore:
     """The terms of equation 7 for one node, with or without a fetch from peers, whichever is sooner."""
-    coefficients = node.coefficients or config.prefill
-    unacknowledged_s = queue_service_s(node.unacknowledged, coefficients, node.new_tokens_per_iteration)
+    unacknowledged_s = queue_service_s(node.unacknowledged, node.coefficients, node.new_tokens_per_iteration)
     wait_s = node.wait_s + unacknowledged_s
 
     def scored(fetched_blocks: int, reason: str) -> PrefillScore:
@@ -146,7 +140,7 @@ def score_prefill(context: Context, node: PrefillNode, config: RoutingConfig) ->
             reason,
             wait_s=wait_s,
             fetch_s=fetch_s(fetched_blocks * context.block_tokens, config),
-            service_s=service_s(work, coefficients, node.new_tokens_per_iteration),
+            service_s=service_s(work, node.coefficients, node.new_tokens_per_iteration),
             cached_tokens=work.cached_tokens,
             fetched_blocks=fetched_blocks,
             work=work,
@@ -187,7 +181,7 @@ class DecodeNode:
     slots_free: int  # requests it could take now, the gateway's own unacknowledged ones taken off
     decoding: int  # B
     context_tokens: int  # summed over its batch
-    coefficients: DecodeCoefficients | None = None  # None: the configured ones
+    coefficients: DecodeCoefficients  # equation 2 on this node
     excluded: str = ""
 
 
@@ -211,7 +205,7 @@ class DecodeDecision:
     reason: str
 
 
-def choose_decode(context: Context, nodes: Iterable[DecodeNode], config: RoutingConfig) -> DecodeDecision:
+def choose_decode(context: Context, nodes: Iterable[DecodeNode]) -> DecodeDecision:
     """Pick the decode node with the most free slots, then the least T_D(B + 1), then by hash.
 
     A full node stays a candidate: the KV waits on the prefill node until it has room. Nodes of the DECODE or MIXED
@@ -224,8 +218,7 @@ def choose_decode(context: Context, nodes: Iterable[DecodeNode], config: Routing
         if node.node_id not in serving:
             scores.append(DecodeScore(node.node_id, False, _why_not(node.role, node.ready, node.excluded)))
             continue
-        coefficients = node.coefficients or config.decode
-        iteration_s = coefficients.decode_iteration_s(node.decoding + 1, node.context_tokens + context.tokens)
+        iteration_s = node.coefficients.decode_iteration_s(node.decoding + 1, node.context_tokens + context.tokens)
         reason = "has room" if node.slots_free > 0 else "full"
         scores.append(DecodeScore(node.node_id, True, reason, node.slots_free, iteration_s))
     eligible = [score for score in scores if score.eligible]
