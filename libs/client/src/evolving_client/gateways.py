@@ -28,6 +28,9 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # A gateway that vanished without a word is noticed within 25 s, also while a long prompt waits.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # And while an answer streams: a ping that measures the connection is out nearly always then, which holds up the
+    # keepalive, and gRPC's own limit for its answer is a minute.
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.http2.max_pings_without_data", 0),
     # Each client has its own connections, so that closing one or counting its failures concerns no other.
     ("grpc.use_local_subchannel_pool", 1),

@@ -32,6 +32,9 @@ def open_channel(
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 5_000),
+        # Any ping's answer, those that measure a busy connection included. While one is out no keepalive is sent, so
+        # that gRPC's own minute would be how long a peer that froze in mid-stream holds the stream.
+        ("grpc.http2.ping_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.lb_policy_name", "round_robin"),
         ("grpc.initial_reconnect_backoff_ms", 100),
