@@ -126,7 +126,7 @@ async def test_abort_of_the_prefill_leg_ends_a_waiting_decode_leg(pair: tuple[No
 
 async def test_abort_of_a_waiting_decode_leg_ends_the_prefill_leg(pair: tuple[Node, Node]) -> None:
     source, target = pair
-    prefill_job, decode_job = jobs(source, prompt(40, LONG), greedy(8))
+    prefill_job, decode_job = jobs(source, prompt(40, LONG), greedy(8), keep_s=1000.0)
     prefill = Leg(source.engine.prefill(prefill_job))
     await prefill.until(Taken)
     decode = Leg(target.engine.decode(decode_job))

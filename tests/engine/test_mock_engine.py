@@ -167,6 +167,18 @@ async def test_decode_goes_first_and_waits_for_one_chunk_at_most() -> None:
         assert (gaps > alone_s).sum() >= 10, "chunks and decode iterations took turns"
 
 
+async def test_two_nodes_full_of_prompts_never_wait_on_each_other() -> None:
+    """Each could fill the other's memory with computed prompts that wait for decode room there."""
+    async with mocks("a", "b", decode_slots=8) as (a, b):
+        ways = [(a, b), (b, a)]
+        patience: dict[str, Any] = {"keep_s": 1000.0, "reserve_deadline_s": 1000.0}
+        async with asyncio.timeout(60):
+            served = await asyncio.gather(
+                *(serve(*ways[seed % 2], prompt(seed, 900), 300, **patience) for seed in range(24))
+            )
+        assert {len(each.ids) for each in served} == {300}
+
+
 # -- faults
 
 

@@ -231,7 +231,7 @@ class BlockCache:
         Returns the blocks dropped at once.
         """
         dropped = 0
-        for block in reversed(self._blocks.values()):
+        for block in list(reversed(self._blocks.values())):
             if Tier.L1 not in block.pages or not self.write_through(block):
                 continue
             block.leaves_l1 = True
