@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from core.machine_nodes import NodeRules
 from core.machine_world import BRANCHES, SEEN, bases, branches, cuts, nodes, phases, picks, shapes, tails
-from core.model import Key
+from core.model import Key, Name
 from core.pair import assert_raises_unchanged, chain
 from hypothesis import HealthCheck, settings
 from hypothesis import Phase as Stage
@@ -83,8 +83,8 @@ class DirectoryMachine(NodeRules):
         prompt = chain(request.prompt, tail)
         body = b"other" if other_body else request.body_digest
         version = request.version + (pick == 0)
-        names = b"".join(prompt)
-        event = Begin(*key, request_id, version, new_names=names, end_after=request.end_after, body_digest=body)
+        names, end_after = b"".join(prompt), request.end_after ^ (pick == 1)
+        event = Begin(*key, request_id, version, new_names=names, end_after=end_after, body_digest=body)
         self._begin(event, prompt)
 
     @precondition(lambda self: bool(self.sent))
@@ -95,15 +95,58 @@ class DirectoryMachine(NodeRules):
         branch = self.pair.model.live(*key)
         if branch is None or not branch.prompt:
             return
-        self.requests += 1
-        request_id = f"q{self.requests}"
         prompt = chain(branch.prompt[:-1], "y" + tail)
-        self._begin(Begin(*key, request_id, new_names=b"".join(prompt)), prompt)
+        request_id = self._begin_next(key, prompt)
         self.pair.advance(seconds, settle=False)
         version = branch.version
         self._landed(Landed(*key, request_id, version, phase, node_id, len(prompt)))
         output = chain(prompt, "w" + tail)
         self._output(Output(*key, request_id, version, node_id, len(prompt), b"".join(output[len(prompt) :])))
+
+    def _begin_next(self, key: Key, prompt: list[Name], version: int = 0, parent: str = "") -> str:
+        """Another request of a branch; returns its id."""
+        self.requests += 1
+        request_id = f"q{self.requests}"
+        self._begin(Begin(*key, request_id, version, parent, new_names=b"".join(prompt)), prompt)
+        return request_id
+
+    @precondition(lambda self: bool(self.sent))
+    @rule(who=picks, tail=tails)
+    def rewrite_beside_an_older_version(self, who: int, tail: str) -> None:
+        """A request of an older version runs on, which makes no side request of one of the current version."""
+        key = self._pick_branch(who)
+        branch = self.pair.model.live(*key)
+        if branch is not None:
+            self._begin_next(key, branch.prompt)
+            self._done((*key, self._begin_next(key, chain(branch.prompt, "x"), branch.version + 1)))
+            self._begin_next(key, chain(branch.prompt[:-1], "y" + tail))
+
+    @precondition(lambda self: bool(self.sent))
+    @rule(who=picks, turns=st.integers(2, 4))
+    def requests_of_long_ago(self, who: int, turns: int) -> None:
+        """More finished requests than are remembered, and then each once more."""
+        key = self._pick_branch(who)
+        branch = self.pair.model.live(*key)
+        if branch is None:
+            return
+        prompt, request_ids = branch.prompt, []
+        for _ in range(turns):
+            request_ids.append(self._begin_next(key, prompt))
+            self._done((*key, request_ids[-1]))
+        for request_id in request_ids:
+            self._begin(Begin(*key, request_id, new_names=b"".join(prompt)), prompt)
+
+    @precondition(lambda self: bool(self.sent))
+    @rule(who=picks, child=branches, tail=tails, subtree=st.booleans())
+    def orphan(self, who: int, child: Key, tail: str, subtree: bool) -> None:
+        """A branch whose parent ends, and perhaps is ended once more with all that descends from it."""
+        key = self._pick_branch(who)
+        branch = self.pair.model.live(*key)
+        if branch is not None and child[0] == key[0]:
+            self._begin_next(child, chain(branch.prompt, tail), parent=key[1])
+            self.end(key, [], subtree=False)
+            if subtree:
+                self.end(key, [], subtree=True)
 
     @precondition(lambda self: bool(self.sent))
     @rule(who=picks, pick=picks, base=bases, output=tails)
