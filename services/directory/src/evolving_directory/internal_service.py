@@ -25,6 +25,8 @@ from evolving_directory.node_stream import NodeStream
 from evolving_directory.outbox import Outbox
 from evolving_directory.settings import DirectorySettings
 
+_HELLO_S = 10.0  # a stream that says nothing is nobody's
+
 
 class InternalDirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
     """Every method checks partition and term before anything else."""
@@ -103,7 +105,11 @@ class InternalDirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
             host.disconnect(hello.node_id, outbox)
 
     async def _hello(self, requests: AsyncIterator[directory_pb2.ConnectNodeRequest]) -> directory_pb2.NodeHello:
-        first = await anext(aiter(requests), None)
+        try:
+            async with asyncio.timeout(_HELLO_S):
+                first = await anext(aiter(requests), None)
+        except TimeoutError:
+            raise InvalidArgument(f"no hello came within {_HELLO_S:g} s") from None
         if first is None or first.WhichOneof("event") != "hello":
             raise InvalidArgument("a node's stream begins with hello")
         hello = first.hello

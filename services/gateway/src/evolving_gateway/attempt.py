@@ -142,7 +142,7 @@ class Attempt:
     async def run(self) -> AsyncGenerator[AttemptEvent, None]:
         """Queued, tokens, Ended. Raises Requoted, RoleSwitched or LegFailed."""
         stop_listening = self._cluster.on_change(self._check_role)
-        self._start(self._prefill())
+        self._start(self._plan.node, self._prefill())
         try:
             while True:
                 event = await self._next()
@@ -169,15 +169,23 @@ class Attempt:
                 get.cancel()
         return self._interrupt.result() if self._interrupt.done() else get.result()
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        task.add_done_callback(self._leg_ended)
+    def _start(self, node: Node, leg: Coroutine[Any, Any, None]) -> None:
+        """Run a leg. From here on, not from its first step on, its node's channel must stay open."""
+        node.legs += 1
+        task = asyncio.create_task(leg)
+        task.add_done_callback(lambda task: self._leg_ended(node, task))
         self._tasks.append(task)
 
-    def _leg_ended(self, task: asyncio.Task[None]) -> None:
-        """A leg's failures are events; anything it raises is a bug, which must end the request and not hang it."""
-        error = None if task.cancelled() else task.exception()
-        if isinstance(error, Exception) and not self._interrupt.done():
+    def _leg_ended(self, node: Node, task: asyncio.Task[None]) -> None:
+        """A leg's failures are events. Anything else that ends it must end the attempt too, and not leave it waiting:
+        a bug, or the cancellation of a call by its channel (once the attempt is over nobody looks at it)."""
+        self._cluster.release(node)
+        if self._interrupt.done():
+            return
+        if task.cancelled():
+            lost = LegFailed(node.node_id, grpc.StatusCode.UNAVAILABLE, "CALL_CANCELLED", "the call was cancelled")
+            self._interrupt.set_result(lost)
+        elif isinstance(error := task.exception(), Exception):
             self._interrupt.set_result(error)
 
     def _check_role(self) -> None:
@@ -196,7 +204,6 @@ class Attempt:
         node, leg = self._plan.node, self._prefill_leg
         assert self._plan.score.work is not None
         node.sent[leg] = self._plan.score.work
-        node.legs += 1
         call = node.stub.Prefill(self._prefill_request(), timeout=self._plan.timeout_s)
         try:
             async for response in call:
@@ -208,7 +215,6 @@ class Attempt:
         finally:
             call.cancel()
             node.sent.pop(leg, None)
-            self._cluster.release(node)
 
     def _prefill_request(self) -> node_agent_pb2.PrefillRequest:
         job, plan = self._job, self._plan
@@ -280,12 +286,11 @@ class Attempt:
             return
         node = self._cluster.nodes[decision.chosen.node_id]
         self.report.decode_node_id = node.node_id
-        self._start(self._decode(node))
+        self._start(node, self._decode(node))
 
     async def _decode(self, node: Node) -> None:
         leg = self._decode_leg
         node.reserving[leg] = False
-        node.legs += 1
         call = node.stub.Decode(self._decode_request(), timeout=self._plan.timeout_s)
         try:
             async for response in call:
@@ -299,7 +304,6 @@ class Attempt:
         finally:
             call.cancel()
             node.reserving.pop(leg, None)
-            self._cluster.release(node)
 
     def _decode_request(self) -> node_agent_pb2.DecodeRequest:
         job, plan = self._job, self._plan

@@ -5,7 +5,6 @@ Layout, below `{prefix}/{partition}/`:
     nodes/{node_id}              NodeRegistration, under the node agent's lease
     split                        Split, written by the leading planner only, fenced by its leader key
     leaders/{role}               the leader's advertised address (bytes), under its lease
-    model                        the fitted time model, the planner's JSON
     decisions                    the planner's last decisions, its JSON, fenced like the split
     terms/{role}                 how often an instance of the role began, an ASCII integer that only grows
     services/{kind}/{instance}   ServiceRegistration, under the service's lease; kind: gateway, directory, planner
@@ -60,11 +59,6 @@ class Keys:
     def split(self) -> str:
         """The split in force."""
         return f"{self.root}/split"
-
-    @property
-    def model(self) -> str:
-        """The fitted time model."""
-        return f"{self.root}/model"
 
     @property
     def decisions(self) -> str:

@@ -1,0 +1,72 @@
+"""One attempt by itself: however a leg ends, the attempt ends too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+from gateway_harness import BLOCK_TOKENS, KEYS, VOCABULARY, ScriptedNode, eventually, ids_bytes
+
+from evolving.core.routing import Context
+from evolving.runtime.clock import SystemClock
+from evolving.runtime.keys import encode
+from evolving.runtime.memory_store import MemoryStore
+from evolving.runtime.metrics import Metrics
+from evolving.v1 import gateway_pb2
+from evolving_gateway.attempt import Attempt, Job, LegFailed, Plan, Queued
+from evolving_gateway.nodes import Cluster
+from evolving_gateway.router import NOWHERE, Router
+from evolving_gateway.settings import GatewaySettings
+
+PROMPT = list(range(1, 101))
+
+
+@asynccontextmanager
+async def attempt() -> AsyncIterator[tuple[Attempt, Cluster]]:
+    """An attempt on a node that takes nothing from its queue."""
+    node = ScriptedNode("n")
+    node.script.take.clear()
+    await node.start()
+    async with MemoryStore(SystemClock()) as store:
+        await store.put(KEYS.node("n"), encode(node.registration()))
+        cluster = Cluster(store, KEYS, SystemClock(), Metrics(), token=None, max_message_bytes=1 << 20, silence_s=10.0)
+        watching = asyncio.create_task(cluster.watch_nodes())
+        await eventually(lambda: "n" in cluster.nodes and cluster.nodes["n"].ready)
+        router = Router(cluster, GatewaySettings().routing())
+        model = router.model("")
+        score = router.prefill(model, Context("r", len(PROMPT), BLOCK_TOKENS), NOWHERE, {}).chosen
+        assert score is not None
+        assert model.vocabulary_tokens == VOCABULARY
+        job = Job("p0", "default", "r", model, ids_bytes(PROMPT), b"\0" * 32, gateway_pb2.Sampling(max_tokens=5),
+                  priority=0, branch_id="", version=0, reserve_deadline_s=5.0)  # fmt: skip
+        plan = Plan(cluster.nodes["n"], score, [], [], may_requote=False, excluded_decode={}, timeout_s=60.0)
+        try:
+            yield Attempt(job, plan, cluster, router), cluster
+        finally:
+            node.script.take.set()
+            await cluster.close()
+            watching.cancel()
+            await node.die()
+
+
+async def test_a_call_cut_off_by_its_channel_is_a_lost_leg() -> None:
+    async with attempt() as (it, cluster), aclosing(it.run()) as events:
+        node = cluster.nodes["n"]
+        assert isinstance(await anext(events), Queued)
+        await node.channel.close()
+        with pytest.raises(LegFailed, match="CALL_CANCELLED"):
+            await anext(events)
+        assert node.legs == 0
+
+
+async def test_a_node_that_leaves_keeps_its_channel_while_a_leg_runs() -> None:
+    async with attempt() as (it, cluster), aclosing(it.run()) as events:
+        node = cluster.nodes["n"]
+        assert isinstance(await anext(events), Queued)
+        await cluster._store.delete(KEYS.node("n"))
+        await eventually(lambda: not cluster.nodes)
+        assert node.legs == 1
+        await events.aclose()
+        assert node.legs == 0
