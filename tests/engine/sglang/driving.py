@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+
 from evolving_node_agent.engines.port import (
     CachedTokens,
     DecodeJob,
@@ -92,9 +93,7 @@ class Node:
     async def until_idle(self) -> None:
         """Wait until no leg is left in the status."""
         async for status in self.engine.status_changes():
-            if not (
-                status.queued or status.prefilling or status.holding or status.decoding or status.reserved
-            ):
+            if not (status.queued or status.prefilling or status.holding or status.decoding or status.reserved):
                 return
 
     def holder(self, first_block: int, blocks: int) -> Holder:
@@ -190,8 +189,7 @@ async def serve(
 
     async def decode() -> None:
         await taken.wait()
-        async for event in target.engine.decode(decode_job):
-            decode_events.append(event)
+        decode_events.extend([event async for event in target.engine.decode(decode_job)])
 
     async with asyncio.TaskGroup() as legs:
         legs.create_task(prefill())

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
+
 from evolving_node_agent.engines.port import CachedTokens, Tier
 
 from .driving import OTHER_ROOT, ROOT, Node, prefill_only, prompt, serve
@@ -179,7 +180,7 @@ async def test_free_l1_leaves_host_copies(pair: list[Node]) -> None:
     await running
     await b.until(lambda: not b.held[Tier.L1].intersection(names(prompt(151, 128))))
     assert b.held[Tier.L2].issuperset(names(tokens) + names(prompt(151, 128)))
-    again = await prefill_only(b, tokens + [9])
+    again = await prefill_only(b, [*tokens, 9])
     assert again.cached == CachedTokens(l2=256)
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 from itertools import islice
+from typing import Any
 
 import pytest
+
 from evolving_node_agent.engines.port import DecodeLost, NoRoom, Rejected
 
 from .driving import Node, collect, greedy, jobs, prefill_only, prompt, serve
 from .reference import clear_prompts
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.sglang, pytest.mark.timeout(300)]
-PATIENT = {"keep_s": 240.0, "reserve_deadline_s": 240.0}
+PATIENT: dict[str, Any] = {"keep_s": 240.0, "reserve_deadline_s": 240.0}
 
 
 async def test_prompts_of_the_longest_kind_cross_in_both_directions(cramped: list[Node]) -> None:
@@ -63,10 +65,7 @@ async def test_mixed_load_in_all_directions(cramped: list[Node]) -> None:
         length, new = rng.randint(20, 700), rng.randint(2, 60)
         wanted.append((next(clear_prompts(length, new, 23_000 + 100 * seed)), new))
     served = await asyncio.gather(
-        *(
-            serve(rng.choice(cramped), rng.choice(cramped), tokens, new, **PATIENT)
-            for (tokens, _), new in wanted
-        )
+        *(serve(rng.choice(cramped), rng.choice(cramped), tokens, new, **PATIENT) for (tokens, _), new in wanted)
     )
     wrong = [n for n, each in enumerate(served) if each.ids != wanted[n][0][1]]
     assert wrong == []

@@ -6,6 +6,7 @@ import asyncio
 from itertools import islice
 
 import pytest
+
 from evolving_node_agent.engines.port import CachedTokens, FinishReason, Sampling
 
 from .driving import Node, greedy, prefill_only, serve
@@ -36,9 +37,7 @@ async def test_many_at_once_in_both_directions(pair: list[Node]) -> None:
     wanted = list(islice(clear_prompts(150, 30, 3000), 12))
     a, b = pair
     ways = [(a, b), (b, a), (a, a), (b, b)]
-    served = await asyncio.gather(
-        *(serve(*ways[index % 4], tokens, 30) for index, (tokens, _) in enumerate(wanted))
-    )
+    served = await asyncio.gather(*(serve(*ways[index % 4], tokens, 30) for index, (tokens, _) in enumerate(wanted)))
     assert [each.ids for each in served] == [output for _, output in wanted]
 
 
