@@ -283,10 +283,9 @@ class LocalCluster:
             child.wait()
 
     def stop(self) -> list[str]:
-        """Stop all: nodes and gateways drain first, etcd goes last. Returns those that had to be killed."""
+        """Stop all: everything else drains before etcd goes. Returns those that had to be killed."""
         killed = []
-        order = sorted(self.processes, key=lambda name: (name == "etcd", name in ("directory", "planner"), name))
-        for batch in ([n for n in order if n != "etcd"], ["etcd"]):
+        for batch in ([name for name in self.processes if name != "etcd"], ["etcd"]):
             present = [self.processes[name] for name in batch if name in self.processes]
             for process in present:
                 if process.alive():

@@ -40,6 +40,7 @@ OUTPUT = ROOT / "build" / "demo.json"
 MAX_TOKENS = 48
 RPC_TIMEOUT_S = 20.0
 WAIT_S = 5.0
+SWITCH_WITHIN_S = 60.0
 console = Console(width=140, soft_wrap=False)
 
 
@@ -151,14 +152,15 @@ class Demo:
         began = time.monotonic()
         await self.propose({node: after}, "the demo switches a node in the middle of a turn")
         failed = 0
-        while True:
-            try:
-                served = await self.client.generate(text=session.BACKGROUND, max_tokens=4).finish()
-            except EvolvingError:
-                failed += 1
-                continue
-            if node == (served.decode_node_id if after == common_pb2.ROLE_DECODE else served.prefill_node_id):
-                break
+        async with asyncio.timeout(SWITCH_WITHIN_S):
+            while True:
+                try:
+                    served = await self.client.generate(text=session.BACKGROUND, max_tokens=4).finish()
+                except EvolvingError:
+                    failed += 1
+                    continue
+                if node == (served.decode_node_id if after == common_pb2.ROLE_DECODE else served.prefill_node_id):
+                    break
         self.switch = {
             "node": node,
             "from": _role(before),
