@@ -197,6 +197,7 @@ class LocalCluster:
         config = self.spec.model_path / "config.json"
         if self.spec.engine == "sglang":
             flags += ["--model-path", str(self.spec.model_path)]
+            flags += ["--engine-log-file", str(self.log_path(f"{node_id}.engine"))]
         elif config.exists():  # the gateway's tokenizer and the mock must agree
             flags += ["--mock-vocabulary-tokens", str(json.loads(config.read_text())["vocab_size"])]
         self.start_service(node_id, "node-agent", 0, *flags, *self.spec.node_flags)
