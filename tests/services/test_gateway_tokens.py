@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,21 @@ def test_bytes_that_are_no_text_are_shown_in_the_end_and_not_held_for_ever(
         assert silent <= 4
     detokenizer.flush()
     assert detokenizer.flush() == ""
+
+
+def test_ids_without_text_are_not_decoded_again_and_again(tokenizer: Tokenizer) -> None:
+    longest = 0
+
+    class Counting:
+        def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+            nonlocal longest
+            longest = max(longest, len(ids))
+            return str(tokenizer.tokenizer.decode(list(ids), skip_special_tokens))
+
+    detokenizer = Detokenizer(Counting())
+    end, letter = ids_of(tokenizer, "<|im_end|>"), ids_of(tokenizer, "a")
+    assert [detokenizer.push(token_id) for token_id in [*end * 100, *letter]] == [*[""] * 100, "a"]
+    assert longest <= 10
 
 
 def test_an_incomplete_character_is_flushed_as_a_replacement(tokenizer: Tokenizer) -> None:

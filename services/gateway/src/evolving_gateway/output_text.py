@@ -32,9 +32,10 @@ class Detokenizer:
         """The text that this id completes; empty while a character is incomplete."""
         self._window.append(token_id)
         text = self._pending_text()
-        if text.endswith(_REPLACEMENT) and len(self._window) - self._shown <= _WAIT_TOKENS:
+        waited = len(self._window) - self._shown > _WAIT_TOKENS
+        if text.endswith(_REPLACEMENT) and not waited:
             return ""
-        if text:
+        if text or waited:  # special tokens have no text; a long row of them must not be decoded again and again
             # Ids already out stay as context for one step: some tokenizers spell a first token without its space.
             self._window = self._window[self._shown :]
             self._shown = len(self._window)
