@@ -22,6 +22,7 @@ from evolving_node_agent.engines.mock.model import next_token
 from evolving_node_agent.engines.port import (
     Aborted,
     CachedTokens,
+    DecodeJob,
     EngineDown,
     EngineError,
     Sampling,
@@ -168,15 +169,36 @@ async def test_decode_goes_first_and_waits_for_one_chunk_at_most() -> None:
 
 
 async def test_two_nodes_full_of_prompts_never_wait_on_each_other() -> None:
-    """Each could fill the other's memory with computed prompts that wait for decode room there."""
-    async with mocks("a", "b", decode_slots=8) as (a, b):
-        ways = [(a, b), (b, a)]
-        patience: dict[str, Any] = {"keep_s": 1000.0, "reserve_deadline_s": 1000.0}
-        async with asyncio.timeout(60):
-            served = await asyncio.gather(
-                *(serve(*ways[seed % 2], prompt(seed, 900), 300, **patience) for seed in range(24))
+    """Each computes as many prompts as it has room for before any decode leg comes; all wait for the other's room."""
+    async with mocks("a", "b") as (a, b):
+        full = asyncio.Event()
+
+        async def decode_late(leg: Leg, target: Node, job: DecodeJob) -> EngineError | None:
+            await leg.until(Taken)
+            await full.wait()
+            return await Leg(target.engine.decode(job)).error()
+
+        decoding = []
+        for seed in range(12):
+            source, target = (a, b) if seed % 2 else (b, a)
+            prefill_job, decode_job = jobs(
+                source, prompt(seed, 900), greedy(300), keep_s=1000.0, reserve_deadline_s=1000.0
             )
-        assert {len(each.ids) for each in served} == {300}
+            leg = Leg(source.engine.prefill(prefill_job))
+            decoding.append(asyncio.create_task(decode_late(leg, target, decode_job)))
+        await asyncio.gather(filled(a), filled(b))
+        full.set()
+        assert await asyncio.gather(*decoding) == [None] * 12
+
+
+async def filled(node: Node) -> None:
+    """Wait until the node holds prompts, has more in its queue, and gets no further: every iteration changes the
+    status."""
+    last = None
+    async for status in node.engine.status_changes():
+        if status == last and status.holding and status.queued:
+            return
+        last = status
 
 
 # -- faults

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import AsyncIterator
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -13,10 +15,12 @@ from hypothesis import strategies as st
 from evolving.core import directory_types as core
 from evolving.core.blocks import chain_names
 from evolving.core.directory import Directory
-from evolving.core.terms import NAME_BYTES, Phase
+from evolving.core.terms import NAME_BYTES, Phase, Role
 from evolving.core.terms import Tier as CoreTier
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.core.work import query_key_pairs
+from evolving.runtime.keys import Keys, Split, encode
+from evolving.runtime.store import Versioned, WatchBatch
 from evolving_node_agent import reports
 from evolving_node_agent.blocks import ContextBlocks
 from evolving_node_agent.counts import CountsMirror
@@ -24,6 +28,7 @@ from evolving_node_agent.engines.port import CachedTokens, Cleared, EngineStatus
 from evolving_node_agent.held import RUN_BLOCKS_MAX, Change, HeldTable
 from evolving_node_agent.outbox import Entry, Outbox
 from evolving_node_agent.restart import RestartConfig, RestartPolicy
+from evolving_node_agent.roles import RoleWatch
 from evolving_node_agent.waits import LegSize, new_tokens_per_iteration, wait_s
 from evolving_node_agent.work import decode_sample, prefill_sample
 
@@ -288,6 +293,41 @@ def test_failures_are_forgotten() -> None:
 def test_impossible_restart_settings(bad: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="restarts need"):
         RestartConfig(**bad)  # type: ignore[arg-type]
+
+
+# -- roles
+
+
+class ScriptedStore:
+    """A store whose watch says what it is given."""
+
+    def __init__(self, *values: bytes) -> None:
+        self._values = values
+
+    async def watch(self, prefix: str) -> AsyncIterator[WatchBatch]:
+        """One batch a value."""
+        for revision, value in enumerate(self._values, 1):
+            yield WatchBatch(False, revision, (Versioned(prefix, value, revision, 1, revision),))
+
+
+async def roles_after(*values: bytes) -> tuple[Role, int]:
+    """The role and epoch of node n after these values of the split."""
+    roles = RoleWatch("n", lambda: None)
+    await roles.watch(ScriptedStore(*values), Keys())  # type: ignore[arg-type]
+    return roles.role, roles.epoch
+
+
+def split(epoch: int, **roles: Literal["prefill", "decode", "mixed", "draining"]) -> bytes:
+    """A split as etcd has it."""
+    return encode(Split(epoch=epoch, roles=dict(roles), reason="", author="", written_wall_s=0.0))
+
+
+async def test_a_node_takes_its_role_from_the_newest_split() -> None:
+    assert await roles_after() == (Role.MIXED, 0)
+    assert await roles_after(split(1, n="decode")) == (Role.DECODE, 1)
+    assert await roles_after(split(3, n="decode"), split(2, n="prefill")) == (Role.DECODE, 3), "epochs only grow"
+    assert await roles_after(split(3, n="decode"), b"no split") == (Role.DECODE, 3)
+    assert await roles_after(split(3, n="decode"), split(4, other="decode")) == (Role.MIXED, 4)
 
 
 # -- W_n (equation 7 of the paper, its first terms)
