@@ -41,16 +41,16 @@ demo: $(MODEL)/.ready ## play an agent's session on a cluster of three nodes (KE
 	@$(BIN)/python deploy/local/demo.py $(if $(KEEP),--keep)
 
 up: $(MODEL)/.ready ## start etcd, the four services and three nodes on this machine
-	@$(BIN)/python deploy/local/cluster.py up
+	@$(BIN)/python deploy/local/control.py up
 
 down: ## stop them
-	@$(BIN)/python deploy/local/cluster.py down
+	@$(BIN)/python deploy/local/control.py down
 
 status: ## show them
-	@$(BIN)/python deploy/local/cluster.py status
+	@$(BIN)/python deploy/local/control.py status
 
 logs: ## follow their logs
-	@$(BIN)/python deploy/local/cluster.py logs
+	@$(BIN)/python deploy/local/control.py logs
 
 lint: .venv/.ready .venv-gen/.ready ## formatting, types, import rules, protos
 	@$(BIN)/ruff check .

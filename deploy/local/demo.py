@@ -22,7 +22,8 @@ import grpc
 import numpy as np
 import session
 import typer
-from cluster import DEFAULT_MODEL, DEFAULT_STATE, ROOT, ClusterError, ClusterSpec, LocalCluster, next_steps
+from cluster import DEFAULT_MODEL, DEFAULT_STATE, ROOT, ClusterError, ClusterSpec, LocalCluster
+from control import next_steps
 from rich.console import Console
 from rich.markup import escape
 

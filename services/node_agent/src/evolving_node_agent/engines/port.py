@@ -2,7 +2,7 @@
 
 One conformance suite (tests/engine) runs against every implementation. An engine runs both phases at once; a role
 never reaches it. Token ids are numpy uint32 arrays, block names are the first 16 bytes of the chained digest
-(DESIGN §4), digests are 32 bytes, durations are seconds.
+(`evolving.core.blocks`), digests are 32 bytes, durations are seconds.
 
 A request has two legs. The *prefill leg* computes the prompt's KV and samples the first token; the *decode leg*
 fetches that KV from the prefill leg (by `transfer_id`) and produces tokens from index 1 on. Both legs may run on one
@@ -309,7 +309,7 @@ class Engine(Protocol):
         ...
 
     async def set_counts(self, counts: Mapping[bytes, int]) -> None:
-        """Branch counts of blocks on this node (0 forgets one); eviction goes by them (DESIGN §5)."""
+        """Branch counts of blocks on this node (0 forgets one); eviction goes by them (the paper, section 4.4)."""
         ...
 
     async def counts(self) -> Mapping[bytes, int]:
