@@ -57,6 +57,7 @@ class DirectoryClient:
         self._channel: grpc.aio.Channel | None = None
         self._stub: directory_pb2_grpc.DirectoryServiceAsyncStub | None = None
         self._resting_until_s = 0.0
+        self._away = False  # did not answer the last call
         self._finishing: set[asyncio.Task[None]] = set()
         self._calls = metrics.counter("gateway_directory_calls", "Calls to the directory.", ("method", "outcome"))
 
@@ -145,11 +146,17 @@ class DirectoryClient:
                 self._calls.labels(method, "refused").inc()
                 raise _refusal(detail) from error
             self._calls.labels(method, "away").inc()
-            _log.warning("directory_away", method=method, code=detail.status.name, error=detail.message)
+            if not self._away:  # once, and not for every request that misses it
+                self._away = True
+                code = detail.status.name
+                _log.warning("directory_away", address=self._address, method=method, code=code, error=detail.message)
             if detail.status is grpc.StatusCode.DEADLINE_EXCEEDED:
                 self._resting_until_s = self._clock.now_s() + _REST_S
             return None
         self._calls.labels(method, "answered").inc()
+        if self._away:
+            self._away = False
+            _log.info("directory_back", address=self._address)
         return answer
 
     def _connect(self, address: str) -> None:

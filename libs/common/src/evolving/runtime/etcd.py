@@ -197,7 +197,8 @@ class EtcdStore:
             except (StoreUnavailable, _WatchBroken) as error:
                 if self._closed:
                     return
-                _log.warning("watch_restarts", prefix=prefix, error=str(error), wait_s=backoff_s)
+                log = _log.warning if backoff_s == _BACKOFF_FIRST_S else _log.debug  # an outage is told once
+                log("watch_restarts", prefix=prefix, error=str(error))
                 await self._clock.sleep(backoff_s * random.uniform(0.5, 1.0))
                 backoff_s = min(2 * backoff_s, _BACKOFF_MAX_S)
 

@@ -64,18 +64,20 @@ class Registration:
                 _log.warning("registration_left_to_expire", key=self.key, ttl_s=self._ttl_s)
 
     async def _run(self) -> None:
+        away = False
         while True:
             self._changed.clear()
             try:
                 await self._hold()
-                wait_s = self._ttl_s / 3
+                wait_s, away = self._ttl_s / 3, False
             except LeaseLost:
                 _log.warning("registration_lease_lost", key=self.key)
                 self._forget()
                 continue
             except StoreUnavailable as error:
-                _log.warning("registration_delayed", key=self.key, error=str(error))
-                wait_s = _RETRY_S
+                if not away:  # an outage is told once
+                    _log.warning("registration_delayed", key=self.key, error=str(error))
+                wait_s, away = _RETRY_S, True
             await self._wait(wait_s)
 
     async def _hold(self) -> None:
