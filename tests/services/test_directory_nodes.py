@@ -6,9 +6,10 @@ from contextlib import AsyncExitStack
 
 import grpc
 import grpc.aio
+import pytest
 from directory_harness import KEYS, Directory, Node, blocks_of, context, directory, split_record
 from etcd_process import Etcd
-from planner_harness import eventually, join, leave, open_store
+from planner_harness import WAIT_S, eventually, join, leave, open_store
 
 from evolving.core.terms import Phase, Role, Tier
 from evolving.internal.v1 import directory_pb2
@@ -16,6 +17,7 @@ from evolving.runtime.etcd import EtcdStore
 from evolving.v1 import common_pb2
 from evolving.v1 import directory_pb2 as public_pb2
 from evolving.wire.status import parse_error
+from evolving_directory import internal_service
 
 
 async def clean(to: Directory) -> None:
@@ -23,6 +25,14 @@ async def clean(to: Directory) -> None:
     assert audit.mismatch_count == 0, audit.mismatches
     assert audit.nonzero_after_end == 0
     assert not audit.unreachable_node_ids
+
+
+async def test_a_stream_that_says_nothing_is_ended(etcd: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(internal_service, "_HELLO_S", 0.05)
+    async with directory(etcd) as to:
+        with pytest.raises(grpc.aio.AioRpcError, match="no hello came") as refused:
+            await to.internal.ConnectNode(timeout=WAIT_S).read()
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_branch_across_two_nodes_from_first_prompt_to_end(etcd: Etcd) -> None:
