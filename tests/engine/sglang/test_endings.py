@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 
 import pytest
+import pytest_asyncio
+
 from evolving_node_agent.engines.port import (
     Aborted,
     DecodeJob,
@@ -23,13 +25,13 @@ from evolving_node_agent.engines.port import (
 from .driving import Node, collect, greedy, jobs, prompt, serve
 from .reference import clear_prompts
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.sglang, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.sglang, pytest.mark.timeout(300)]
 
 PREFILL_STAGES = ["queued", Taken, Prefilled]
 DECODE_STAGES = ["waiting", Reserved, Started, Tokens]
 
 
-@pytest.fixture(autouse=True)
+@pytest_asyncio.fixture(autouse=True, loop_scope="session")
 async def nothing_stays(pair: list[Node]):  # type: ignore[no-untyped-def]
     """After each test no memory is held and both nodes serve."""
     yield
@@ -73,28 +75,30 @@ class Request:
 def request(pair: list[Node], number: int, same_node: bool) -> Request:
     """A request with a prompt of several chunks and a long output."""
     source, target = pair[number % 2], pair[number % 2 if same_node else 1 - number % 2]
-    return Request(source, target, jobs(source, prompt(31_000 + number, 700), greedy(600)))
+    return Request(source, target, jobs(source, prompt(31_000 + number, 700), greedy(600), keep_s=2.0))
 
 
 @pytest.mark.parametrize("same_node", [False, True])
 @pytest.mark.parametrize("stage", PREFILL_STAGES)
 async def test_an_aborted_prefill_ends_its_decode(pair: list[Node], stage: object, same_node: bool) -> None:
-    running = request(pair, PREFILL_STAGES.index(stage), same_node)  # type: ignore[arg-type]
+    running = request(pair, PREFILL_STAGES.index(stage), same_node)
     await running.reached[stage].wait()
     found = await running.source.engine.abort(running.prefill_job.leg_id)
     if stage == "queued" and not running.reached[Taken].is_set():
         running.reached[Taken].set()  # a decode leg that comes too late
-    errors = await running.errors()
-    if found:
-        assert errors == [Aborted, SourceLost]
+    prefill, decode = await running.errors()
+    if stage is Prefilled:
+        # The decode leg may have had the KV by then, and goes on.
+        assert (prefill, decode) in ((Aborted, SourceLost), (Aborted, None), (None, None))
     else:
-        assert stage is Prefilled, "only a leg that has ended cannot be found"
+        assert found
+        assert (prefill, decode) == (Aborted, SourceLost)
 
 
 @pytest.mark.parametrize("same_node", [False, True])
 @pytest.mark.parametrize("stage", DECODE_STAGES)
 async def test_an_aborted_decode_ends_its_prefill(pair: list[Node], stage: object, same_node: bool) -> None:
-    running = request(pair, 10 + DECODE_STAGES.index(stage), same_node)  # type: ignore[arg-type]
+    running = request(pair, 10 + DECODE_STAGES.index(stage), same_node)
     await running.reached[stage].wait()
     assert await running.target.engine.abort(running.decode_job.leg_id) or stage == "waiting"
     prefill, decode = await running.errors()

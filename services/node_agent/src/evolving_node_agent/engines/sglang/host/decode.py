@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 class _Source(Protocol):
     """Where the prompt's KV comes from."""
 
+    async def claim(self) -> None: ...
+
     async def pull(self, from_block: int) -> Pages: ...
 
     async def read(self, pages: list[int]) -> None: ...
@@ -37,7 +39,7 @@ async def run_decode(service: Service, leg: DecodeLeg) -> None:
     source: _Source | None = None
     reason = "the decode leg was aborted"
     try:
-        source = await _claim(service, leg)
+        source = await _source(service, leg)
         await _run(service, leg, source)
         source = None
     except PeerLost as error:
@@ -55,21 +57,19 @@ async def run_decode(service: Service, leg: DecodeLeg) -> None:
         await _end(service, leg)
 
 
-async def _claim(service: Service, leg: DecodeLeg) -> _Source:
+async def _source(service: Service, leg: DecodeLeg) -> _Source:
     command = leg.command
     if command.source_address == service.address:
         source = service.prefill_of(leg.transfer_id)
         if source is None:
             raise SourceLost("the prefill leg is not here")
-        source.claimed.set()
         leg.local = source
         return _Local(service, source)
-    peer = await service.peers.at(command.source_address)
-    await peer.ask(Claim(leg.transfer_id), Done)
-    return _Remote(service, leg, peer)
+    return _Remote(service, leg, await service.peers.at(command.source_address))
 
 
 async def _run(service: Service, leg: DecodeLeg, source: _Source) -> None:
+    await source.claim()
     service.inbox.post(lambda: service.desk.reservations.wait(leg))
     try:
         cached_tokens = await asyncio.wait_for(leg.reserved, leg.command.reserve_deadline_s)
@@ -108,6 +108,10 @@ class _Local:
         self._service = service
         self._source = source
 
+    async def claim(self) -> None:
+        """Let the prefill leg wait for as long as this leg lives."""
+        self._source.claimed.set()
+
     async def pull(self, from_block: int) -> Pages:
         first = await first_token(self._source)
         if first is None:
@@ -137,6 +141,9 @@ class _Remote:
         self._leg = leg
         self._peer = peer
         self._bytes = 0
+
+    async def claim(self) -> None:
+        await self._peer.ask(Claim(self._leg.transfer_id), Done)
 
     async def pull(self, from_block: int) -> Pages:
         return await self._peer.ask(Pull(self._leg.transfer_id, from_block), Pages)

@@ -151,7 +151,7 @@ class Desk:
         if is_abort(request):
             self.on_abort(request, request.finished_reason.message or "aborted")
         elif isinstance(leg, PrefillLeg):
-            if request.finished() and leg.rid in self.prefills and not leg.first.done():
+            if request.finished() and leg.rid in self.prefills:
                 self._prefilled(leg)
         elif leg.rid in self.decodes:
             self._decoded(leg)
@@ -175,6 +175,9 @@ class Desk:
         request = leg.request
         now_s = time.monotonic()
         finish = self._finish(leg)
+        if finish is None and leg.phase is not Phase.HOLDING:  # aborted just before its KV could be kept
+            self.on_abort(request, "aborted")
+            return
         token = int(request.output_ids[-1])
         cached = leg.cached(int(request.cached_tokens_device), int(request.cached_tokens_host))
         self.report(m.LegPrefilled(leg.leg_id, token, cached=cached, prefill_s=now_s - leg.taken_s, finish=finish))

@@ -25,7 +25,6 @@ async def run_prefill(service: Service, leg: PrefillLeg) -> None:
         service.report(failure(leg, Aborted("aborted")))
     finally:
         leg.aborted = True
-        leg.over.set_result(None)
         service.inbox.post(lambda: service.desk.end_leg(leg))
 
 

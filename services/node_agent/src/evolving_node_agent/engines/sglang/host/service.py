@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from evolving_node_agent.engines.port import EngineDown, EngineInfo, Rejected, Tier
+from evolving_node_agent.engines.port import Aborted, EngineDown, EngineInfo, Rejected, Tier
 from evolving_node_agent.engines.sglang import messages as m
 from evolving_node_agent.engines.sglang.framing import read_frame, write_frame
 from evolving_node_agent.engines.sglang.translate import split_names
@@ -23,7 +23,7 @@ from .desk import Desk, Outgoing
 from .eviction import BranchCountStrategy
 from .fetch import Fetcher
 from .inbox import Inbox
-from .legs import Leg, PrefillLeg, decode_leg, prefill_leg
+from .legs import Leg, PrefillLeg, decode_leg, failure, prefill_leg
 from .pages import Layout
 from .peers import Guest, Peers, Reply
 from .prefill import Handover, run_prefill
@@ -149,6 +149,9 @@ class Service:
         self._legs.pop(leg.leg_id, None)
         if isinstance(leg, PrefillLeg):
             self._transfers.pop(leg.transfer_id, None)
+            leg.over.set_result(None)
+        if task.cancelled():  # before its first step
+            self.report(failure(leg, Aborted("aborted")))
         if not task.cancelled() and (error := task.exception()) is not None:
             # A bug: nothing after it can be trusted, and the node agent restarts us.
             logger.error("leg %s failed", leg.leg_id, exc_info=error)
