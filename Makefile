@@ -89,5 +89,6 @@ proto-baseline: .venv-gen/.ready ## take the present public API as the one not t
 pin: .venv/.ready ## write what is installed to constraints.txt
 	@{ head -1 constraints.txt; $(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//'; } > build/constraints.txt && mv build/constraints.txt constraints.txt
 
-clean: ## remove what was built (not .venv)
+clean: ## stop the cluster and remove what was built (not .venv)
+	@test ! -x $(BIN)/python || $(BIN)/python deploy/local/control.py down
 	rm -rf build
