@@ -360,7 +360,7 @@ class ConnectNodeRequest(_message.Message):
     COUNTS_REPLY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___NodeHello:
-        """First on every stream."""
+        """First on every stream, within 10 seconds."""
 
     @_builtins.property
     def kv(self) -> Global___KvBatch: ...

@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class DirectoryServiceStub(object):
     """Every request carries the partition it is meant for; another partition's directory answers FAILED_PRECONDITION
-    (WRONG_PARTITION).
+    (WRONG_PARTITION), and one that a newer directory replaced FAILED_PRECONDITION (STALE_TERM). Both say nothing about the
+    request: to callers the directory is away.
     """
 
     def __init__(self, channel):
@@ -65,7 +66,8 @@ class DirectoryServiceStub(object):
 
 class DirectoryServiceServicer(object):
     """Every request carries the partition it is meant for; another partition's directory answers FAILED_PRECONDITION
-    (WRONG_PARTITION).
+    (WRONG_PARTITION), and one that a newer directory replaced FAILED_PRECONDITION (STALE_TERM). Both say nothing about the
+    request: to callers the directory is away.
     """
 
     def Begin(self, request, context):
@@ -140,7 +142,8 @@ def add_DirectoryServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class DirectoryService(object):
     """Every request carries the partition it is meant for; another partition's directory answers FAILED_PRECONDITION
-    (WRONG_PARTITION).
+    (WRONG_PARTITION), and one that a newer directory replaced FAILED_PRECONDITION (STALE_TERM). Both say nothing about the
+    request: to callers the directory is away.
     """
 
     @staticmethod

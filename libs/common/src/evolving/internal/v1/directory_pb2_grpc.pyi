@@ -28,7 +28,8 @@ GRPC_VERSION: str
 
 class DirectoryServiceStub:
     """Every request carries the partition it is meant for; another partition's directory answers FAILED_PRECONDITION
-    (WRONG_PARTITION).
+    (WRONG_PARTITION), and one that a newer directory replaced FAILED_PRECONDITION (STALE_TERM). Both say nothing about the
+    request: to callers the directory is away.
     """
 
     @_typing.overload
@@ -49,7 +50,8 @@ class DirectoryServiceStub:
 @_typing.type_check_only
 class DirectoryServiceAsyncStub(DirectoryServiceStub):
     """Every request carries the partition it is meant for; another partition's directory answers FAILED_PRECONDITION
-    (WRONG_PARTITION).
+    (WRONG_PARTITION), and one that a newer directory replaced FAILED_PRECONDITION (STALE_TERM). Both say nothing about the
+    request: to callers the directory is away.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -66,7 +68,8 @@ class DirectoryServiceAsyncStub(DirectoryServiceStub):
 
 class DirectoryServiceServicer(metaclass=_abc_1.ABCMeta):
     """Every request carries the partition it is meant for; another partition's directory answers FAILED_PRECONDITION
-    (WRONG_PARTITION).
+    (WRONG_PARTITION), and one that a newer directory replaced FAILED_PRECONDITION (STALE_TERM). Both say nothing about the
+    request: to callers the directory is away.
     """
 
     @_abc_1.abstractmethod
