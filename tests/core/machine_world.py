@@ -32,6 +32,7 @@ tails = st.lists(st.sampled_from(PIECES), max_size=3).map("".join)
 picks = st.integers(0, 11)  # which of the things there are, modulo their number
 cuts = st.one_of(st.integers(0, 6), st.integers(0, 80))
 shapes = st.sampled_from(["prompt", "context", "cut", "other", "fresh"])
+turn_ends = st.sampled_from(["open", "done", "last"])  # last: its Begin says end_after
 bases = st.sampled_from(["full", "own", "parent", "index", "wrong"])
 
 assert ANCHOR_BLOCKS == 16, "the pieces are made to meet the depths the index knows by name"
@@ -68,8 +69,8 @@ class World(RuleBasedStateMachine):
         self.pair.remember(self.texts[0])
         for node_id in NODES[:2]:
             self._start(node_id)
-        self._serve(("t", "a"), "aaab", "cc", "n0", "n1", ends=True)
-        self._serve(("t", "b"), "aaa" + "b" * 30, "", "n0", "n1", ends=False, version=2)
+        self._serve(("t", "a"), "aaab", "cc", "n0", "n1", end="done")
+        self._serve(("t", "b"), "aaa" + "b" * 30, "", "n0", "n1", end="open", version=2)
 
     def saw(self, what: str) -> None:
         """Count what happened."""
@@ -153,11 +154,12 @@ class World(RuleBasedStateMachine):
             self.saw("ended after its request")
         self.sent.append(event)
 
-    def _serve(self, key: Key, tail: str, output: str, prefill: str, decode: str, ends: bool, version: int = 0) -> None:
+    def _serve(self, key: Key, tail: str, output: str, prefill: str, decode: str, end: str, version: int = 0) -> None:
         self.requests += 1
         request_id = f"q{self.requests}"
         prompt = self._prompt(key, "context", 0, 0, tail)
-        self._begin(Begin(*key, request_id, version, new_names=b"".join(prompt), body_digest=b"body"), prompt)
+        names, last = b"".join(prompt), end == "last"
+        self._begin(Begin(*key, request_id, version, new_names=names, end_after=last, body_digest=b"body"), prompt)
         branch = self.pair.model.live(*key)
         version = branch.version if branch is not None else 1
         for phase, node_id in ((Phase.PREFILL, prefill), (Phase.DECODE, decode)):
@@ -169,7 +171,7 @@ class World(RuleBasedStateMachine):
             self._send(decode, [Stored(Tier.L2, run_ref(context, len(prompt), len(context)))])
             names = b"".join(context[len(prompt) :])
             self._output(Output(*key, request_id, version, decode, len(prompt), names))
-        if ends:
+        if end != "open":
             self._done((*key, request_id))
 
     def _start(self, node_id: str, next_sequence: int = 0) -> None:

@@ -137,16 +137,15 @@ class DirectoryMachine(NodeRules):
             self._begin(Begin(*key, request_id, new_names=b"".join(prompt)), prompt)
 
     @precondition(lambda self: bool(self.sent))
-    @rule(who=picks, child=branches, tail=tails, subtree=st.booleans())
-    def orphan(self, who: int, child: Key, tail: str, subtree: bool) -> None:
-        """A branch whose parent ends, and perhaps is ended once more with all that descends from it."""
+    @rule(who=picks, child=branches, tail=tails, ends=st.sampled_from([[False], [True], [False, True]]))
+    def family(self, who: int, child: Key, tail: str, ends: list[bool]) -> None:
+        """A branch whose parent ends: alone, with all that descends from it, or first one and then the other."""
         key = self._pick_branch(who)
         branch = self.pair.model.live(*key)
         if branch is not None and child[0] == key[0]:
             self._begin_next(child, chain(branch.prompt, tail), parent=key[1])
-            self.end(key, [], subtree=False)
-            if subtree:
-                self.end(key, [], subtree=True)
+            for subtree in ends:
+                self.end(key, [], subtree=subtree)
 
     @precondition(lambda self: bool(self.sent))
     @rule(who=picks, pick=picks, base=bases, output=tails)
@@ -238,11 +237,18 @@ class DirectoryMachine(NodeRules):
             self._done(event)
         self.saw("redelivered")
 
-    @rule(key=branches, tail=tails, output=tails, prefill=nodes, decode=nodes, ends=st.booleans())
-    def turn(self, key: Key, tail: str, output: str, prefill: str, decode: str, ends: bool) -> None:
+    @rule(
+        key=branches,
+        tail=tails,
+        output=tails,
+        prefill=nodes,
+        decode=nodes,
+        end=st.sampled_from(["open", "done", "last"]),
+    )
+    def turn(self, key: Key, tail: str, output: str, prefill: str, decode: str, end: str) -> None:
         """A whole request as it goes when nothing goes wrong: stored and landed on P, on D, output on D, over."""
         if {prefill, decode} <= self.pair.model.nodes.keys():
-            self._serve(key, tail or "a", output, prefill, decode, ends)
+            self._serve(key, tail or "a", output, prefill, decode, end)
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 30.0, 59.0, 61.0, 101.0, 151.0]), settle=st.booleans())
     def advance(self, seconds: float, settle: bool) -> None:
@@ -321,7 +327,7 @@ def _run(examples: int, steps: int, *more: Stage) -> None:
 @pytest.mark.timeout(600)
 def test_the_directory_does_what_the_rules_say() -> None:
     SEEN.clear()
-    _run(250, 60)
+    _run(200, 60)
     assert set(SEEN) >= EVERYTHING, EVERYTHING - set(SEEN)
 
 
