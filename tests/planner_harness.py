@@ -42,6 +42,7 @@ def node_registration(node_id: str) -> NodeRegistration:
         l2_tokens=10_000,
         decode_slots=8,
         chunk_tokens=512,
+        kv_bytes_per_token=4,
         transfer_address="127.0.0.1:2",
         pool_address="127.0.0.1:3",
         prefill_coefficients=(0.01, 0.001, 0.0, 0.0, 0.0),

@@ -75,6 +75,7 @@ def registration(node_id: str) -> NodeRegistration:
         l2_tokens=4_000_000,
         decode_slots=64,
         chunk_tokens=8_192,
+        kv_bytes_per_token=4,
         transfer_address="127.0.0.1:2",
         pool_address="127.0.0.1:3",
         prefill_coefficients=(0.01, 2e-5, 1e-9, 1e-6, 0.0),

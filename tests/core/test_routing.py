@@ -28,7 +28,6 @@ from evolving.core.work import PrefillWork, queue_service_s, service_s
 PREFILL = PrefillCoefficients(c0_s=0.01, c1_s=0.001, c2_s=1e-7, c3_s=1e-5)
 DECODE = DecodeCoefficients(d0_s=0.01, d1_s=0, d2_s=0.001, d3_s=1e-6)
 CONFIG = RoutingConfig(
-    kv_bytes_per_token=1_000,
     fetch_bytes_per_s=10_000_000,
     fetch_fixed_s=0.0,
 )
@@ -37,7 +36,13 @@ CONTEXT = Context(request_id="r", tokens=1_000, block_tokens=64)
 
 def prefill_node(node_id: str, **changes: object) -> PrefillNode:
     base = PrefillNode(
-        node_id, Role.PREFILL, ready=True, wait_s=0.0, new_tokens_per_iteration=512, coefficients=PREFILL
+        node_id,
+        Role.PREFILL,
+        ready=True,
+        wait_s=0.0,
+        new_tokens_per_iteration=512,
+        coefficients=PREFILL,
+        kv_bytes_per_token=1_000,
     )
     return replace(base, **changes)  # type: ignore[arg-type]
 
@@ -193,7 +198,7 @@ def test_hints_name_holders_only_without_gap_or_overlap(held: list[set[str]], fi
     assert at >= len(held) or not held[at], "fetching went on as far as anyone holds blocks"
 
 
-@pytest.mark.parametrize("field", ["kv_bytes_per_token", "fetch_bytes_per_s", "tie_share", "fetch_fixed_s"])
+@pytest.mark.parametrize("field", ["fetch_bytes_per_s", "tie_share", "fetch_fixed_s"])
 def test_config_is_checked(field: str) -> None:
     with pytest.raises(ValueError, match=field):
         replace(CONFIG, **{field: -1.0})

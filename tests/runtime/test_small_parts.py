@@ -31,6 +31,7 @@ NODE = NodeRegistration(
     l2_tokens=1 << 20,
     decode_slots=8,
     chunk_tokens=512,
+    kv_bytes_per_token=4,
     transfer_address="127.0.0.1:2",
     pool_address="127.0.0.1:3",
     prefill_coefficients=(0.01, 1e-4, 1e-9, 1e-6, 1e-7),

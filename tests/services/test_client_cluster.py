@@ -49,7 +49,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
         cluster.start_service("planner", "planner", 0, "--initial-split", "2P1D")
         for name in ("gateway", "gateway-2"):
             # The mock's KV is a few bytes a token; reckoned as a real model's, computing would beat most fetches.
-            cluster.start_service(name, "gateway", 0, "--tokenizer-path", str(model), "--kv-bytes-per-token", "4")
+            cluster.start_service(name, "gateway", 0, "--tokenizer-path", str(model))
         for name in ("node-a", "node-b", "node-c"):
             cluster.start_node(name)
         cluster.wait_ready([name for name in cluster.processes if name != "etcd"])

@@ -60,6 +60,7 @@ class Partition:
             l2_tokens=4000,
             decode_slots=8,
             chunk_tokens=512,
+            kv_bytes_per_token=4,
             transfer_address="",
             pool_address="",
             prefill_coefficients=(0, 0, 0, 0, 0),

@@ -94,6 +94,7 @@ class Router:
                     node.wait_s,
                     node.new_tokens_per_iteration,
                     node.prefill_coefficients,
+                    node.registration.kv_bytes_per_token,
                     unacknowledged=tuple(node.sent.values()),
                     l1_blocks=depth.l1_blocks,
                     any_blocks=depth.any_blocks,

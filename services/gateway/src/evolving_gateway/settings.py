@@ -22,9 +22,6 @@ class GatewaySettings(ServiceSettings):
         "none: prompts must be token ids, outputs carry no text, and only the engine knows the end tokens",
     )
 
-    kv_bytes_per_token: float = Field(
-        23_040, gt=0, description="bytes of KV of one token in all layers, to reckon the time of a fetch"
-    )
     fetch_bytes_per_s: float = Field(1e9, gt=0, description="rate of a fetch from peers' host memory, bytes a second")
     fetch_fixed_s: float = Field(0.002, ge=0, description="time a fetch takes before its first byte, seconds")
     tie_share: float = Field(
@@ -70,7 +67,6 @@ class GatewaySettings(ServiceSettings):
     def routing(self) -> RoutingConfig:
         """How routing reckons; nodes bring their own time model."""
         return RoutingConfig(
-            kv_bytes_per_token=self.kv_bytes_per_token,
             fetch_bytes_per_s=self.fetch_bytes_per_s,
             fetch_fixed_s=self.fetch_fixed_s,
             tie_share=self.tie_share,

@@ -100,6 +100,7 @@ class EngineLives:
             l2_tokens=info.l2_tokens,
             decode_slots=info.decode_slots,
             chunk_tokens=info.chunk_tokens,
+            kv_bytes_per_token=info.kv_bytes_per_token,
             transfer_address=info.transfer_address,
             pool_address=info.pool_address,
             prefill_coefficients=(prefill.c0_s, prefill.c1_s, prefill.c2_s, prefill.c3_s, prefill.c4_s),

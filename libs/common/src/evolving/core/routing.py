@@ -19,16 +19,13 @@ from evolving.core.work import PrefillWork, queue_service_s, service_s
 class RoutingConfig:
     """How routing reckons. Out-of-range values raise ValueError."""
 
-    kv_bytes_per_token: float  # bytes of KV of one token, all layers
     fetch_bytes_per_s: float  # what one fetch from peers' host memory reaches
     fetch_fixed_s: float = 0.001  # a fetch's cost before its first byte, seconds
     tie_share: float = 0.05  # nodes within this share of the best predicted time tie (paper, section 4.4)
 
     def __post_init__(self) -> None:
-        positive = {"kv_bytes_per_token": self.kv_bytes_per_token, "fetch_bytes_per_s": self.fetch_bytes_per_s}
-        for name, value in positive.items():
-            if not math.isfinite(value) or value <= 0:
-                raise ValueError(f"{name} must be finite and positive, got {value}")
+        if not math.isfinite(self.fetch_bytes_per_s) or self.fetch_bytes_per_s <= 0:
+            raise ValueError(f"fetch_bytes_per_s must be finite and positive, got {self.fetch_bytes_per_s}")
         for name, value in {"fetch_fixed_s": self.fetch_fixed_s, "tie_share": self.tie_share}.items():
             if not math.isfinite(value) or value < 0:
                 raise ValueError(f"{name} must be finite and >= 0, got {value}")
@@ -62,6 +59,7 @@ class PrefillNode:
     wait_s: float  # W_n as the node last said
     new_tokens_per_iteration: float  # ū; the chunk size where nothing was observed
     coefficients: PrefillCoefficients  # equation 1 on this node
+    kv_bytes_per_token: float  # bytes of KV of one token, all layers
     unacknowledged: Sequence[PrefillWork] = ()  # sent by this gateway and not yet in wait_s
     l1_blocks: int = 0  # leading blocks of the prompt in device memory
     any_blocks: int = 0  # leading blocks in device or host memory
@@ -139,7 +137,7 @@ def score_prefill(context: Context, node: PrefillNode, config: RoutingConfig) ->
             True,
             reason,
             wait_s=wait_s,
-            fetch_s=fetch_s(fetched_blocks * context.block_tokens, config),
+            fetch_s=fetch_s(fetched_blocks * context.block_tokens * node.kv_bytes_per_token, config),
             service_s=service_s(work, node.coefficients, node.new_tokens_per_iteration),
             cached_tokens=work.cached_tokens,
             fetched_blocks=fetched_blocks,
@@ -164,11 +162,11 @@ def prefill_work(context: Context, l1_blocks: int, cached_blocks: int) -> Prefil
     return PrefillWork(context.tokens - cached, cached, cached - in_l1)
 
 
-def fetch_s(tokens: int, config: RoutingConfig) -> float:
-    """F_n: seconds to bring the KV of `tokens` from peers' host memory into the node's own."""
-    if tokens == 0:
+def fetch_s(kv_bytes: float, config: RoutingConfig) -> float:
+    """F_n: seconds to bring so many bytes of KV from peers' host memory into the node's own."""
+    if kv_bytes == 0:
         return 0.0
-    return config.fetch_fixed_s + tokens * config.kv_bytes_per_token / config.fetch_bytes_per_s
+    return config.fetch_fixed_s + kv_bytes / config.fetch_bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)

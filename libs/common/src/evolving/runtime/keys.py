@@ -103,6 +103,7 @@ class NodeRegistration:
     l2_tokens: _Count
     decode_slots: _Positive
     chunk_tokens: _Positive
+    kv_bytes_per_token: _Positive  # all layers
     transfer_address: str  # host:port decode legs pull from
     pool_address: str  # host:port peers read this node's L2 through
     prefill_coefficients: tuple[_Coefficient, _Coefficient, _Coefficient, _Coefficient, _Coefficient]  # c0..c4

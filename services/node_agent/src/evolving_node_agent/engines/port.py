@@ -215,6 +215,7 @@ class EngineInfo:
     l2_tokens: int
     decode_slots: int  # most requests decoded at once
     chunk_tokens: int
+    kv_bytes_per_token: int  # all layers; tells what a fetch or a transfer moves
     transfer_address: str  # host:port decode legs elsewhere pull from
     pool_address: str  # host:port peers read this node's L2 through
     pid: int

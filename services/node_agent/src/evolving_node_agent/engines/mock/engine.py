@@ -135,6 +135,7 @@ class MockEngine:
             l2_tokens=config.l2_tokens,
             decode_slots=config.decode_slots,
             chunk_tokens=config.chunk_tokens,
+            kv_bytes_per_token=config.page_bytes // config.block_tokens,
             transfer_address=life.address,
             pool_address=life.address,
             pid=os.getpid(),

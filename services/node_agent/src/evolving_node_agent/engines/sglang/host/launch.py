@@ -101,10 +101,16 @@ def engine_info(scheduler: Any, config: SglangConfig, incarnation: str) -> Engin
         l2_tokens=config.l2_tokens,
         decode_slots=config.decode_slots,
         chunk_tokens=config.chunk_tokens,
+        kv_bytes_per_token=_kv_bytes_per_token(scheduler),
         transfer_address="",
         pool_address="",
         pid=os.getpid(),
     )
+
+
+def _kv_bytes_per_token(scheduler: Any) -> int:
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    return sum(int(layer[0].numel() * layer.element_size()) for layer in (*pool.k_buffer, *pool.v_buffer))
 
 
 def _kv_format(scheduler: Any, config: SglangConfig, model: str) -> str:
