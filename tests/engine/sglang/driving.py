@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -33,6 +34,7 @@ from evolving_node_agent.engines.port import (
     Tokens,
 )
 
+BLOCK = 64
 ROOT = bytes(range(32))
 OTHER_ROOT = bytes(range(32, 64))
 _numbers = count(1)
@@ -134,6 +136,16 @@ class Served:
 def prompt(seed: int, length: int) -> list[int]:
     """Random ids of the tiny model's vocabulary, without its special tokens."""
     return [int(token) for token in np.random.default_rng(seed).integers(8, 512, length)]
+
+
+def names(tokens: Sequence[int], root: bytes = ROOT) -> list[bytes]:
+    """Names as the directory computes them: chained SHA-256 from the root, 16 bytes."""
+    previous, out = root, []
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        block = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + BLOCK])
+        previous = hashlib.sha256(previous + block).digest()
+        out.append(previous[:16])
+    return out
 
 
 def ids(tokens: Sequence[int]) -> TokenIds:

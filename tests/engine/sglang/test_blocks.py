@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 
-from evolving_node_agent.engines.port import CachedTokens, Tier
+from evolving_node_agent.engines.port import CachedTokens, Cleared, Tier
 
-from .driving import OTHER_ROOT, ROOT, Node, prefill_only, prompt, serve
+from .driving import OTHER_ROOT, Node, names, prefill_only, prompt, serve
 from .reference import clear_prompts, reference
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.sglang, pytest.mark.timeout(300)]
 BLOCK = 64
-
-
-def names(tokens: Sequence[int], root: bytes = ROOT) -> list[bytes]:
-    """Names as the directory computes them: chained SHA-256 from the root, 16 bytes."""
-    previous, out = root, []
-    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
-        block = b"".join(token.to_bytes(4, "little") for token in tokens[start : start + BLOCK])
-        previous = hashlib.sha256(previous + block).digest()
-        out.append(previous[:16])
-    return out
 
 
 async def test_prompt_and_output_blocks_are_announced_on_both_nodes_and_tiers(pair: list[Node]) -> None:
@@ -185,8 +173,6 @@ async def test_free_l1_leaves_host_copies(pair: list[Node]) -> None:
 
 
 async def test_first_events_say_that_nothing_is_held(pair: list[Node]) -> None:
-    from evolving_node_agent.engines.port import Cleared
-
     assert pair[0].events[:2] == [Cleared(Tier.L1), Cleared(Tier.L2)]
 
 

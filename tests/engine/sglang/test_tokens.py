@@ -7,9 +7,9 @@ from itertools import islice
 
 import pytest
 
-from evolving_node_agent.engines.port import CachedTokens, FinishReason, Sampling
+from evolving_node_agent.engines.port import CachedTokens, FinishReason, Prefilled, Sampling
 
-from .driving import Node, greedy, prefill_only, serve
+from .driving import Node, collect, greedy, jobs, prefill_only, serve
 from .reference import clear_prompts, reference
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.sglang, pytest.mark.timeout(300)]
@@ -108,11 +108,7 @@ async def test_a_seed_fixes_sampled_tokens(pair: list[Node]) -> None:
 
 
 async def _first(node: Node, tokens: list[int], sampling: Sampling) -> tuple[int, FinishReason | None]:
-    from evolving_node_agent.engines.port import Prefilled
-
-    from .driving import jobs
-
     job, _ = jobs(node, tokens, sampling)
-    events = [event async for event in node.engine.prefill(job)]
+    events = await collect(node.engine.prefill(job))
     assert isinstance(events[-1], Prefilled)
     return events[-1].first_token, events[-1].finish
