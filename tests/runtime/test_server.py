@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import random
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -356,6 +357,13 @@ async def test_a_failure_nobody_waits_for_any_more_is_no_error_in_the_log(
                 await asyncio.sleep(0.01)
         assert running.servicer.cancelled.is_set()
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_a_client_gone_before_the_status_was_sent_is_no_news_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("grpc._cython.cygrpc")  # the name grpc.aio logs under
+    log.error("raised in core", exc_info=grpc.aio.InternalError("execute_batch"))
+    log.error("raised in a servicer", exc_info=ValueError("a bug"))
+    assert [record.getMessage() for record in caplog.records] == ["raised in a servicer"]
 
 
 async def test_ids_travel_from_the_callers_context_to_the_handlers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -19,6 +20,14 @@ from evolving.runtime.settings import SettingsError, join_address, split_address
 
 Servicer = TypeVar("Servicer")
 Options = list[tuple[str, int]]
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """grpc logs an error with a trace for each client that was gone when the last status was sent: no news."""
+    return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
+
+
+logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
 
 
 def server_options(max_message_bytes: int) -> Options:
