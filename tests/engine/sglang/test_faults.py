@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+
 from evolving_node_agent.engines.port import (
     Cleared,
     DecodeLost,
@@ -19,7 +20,6 @@ from evolving_node_agent.engines.port import (
     EngineError,
     SourceLost,
     Tier,
-    Tokens,
 )
 
 from .conftest import running
@@ -128,17 +128,12 @@ async def test_stop_lets_running_legs_end(fragile: list[Node]) -> None:
 async def test_stop_without_grace_ends_legs(fragile: list[Node]) -> None:
     _, mortal = fragile
     mortal.info = await mortal.engine.start()
-    job, decode = jobs(mortal, prompt(46_000, 100), greedy(2000))
-    prefill = asyncio.create_task(collect(mortal.engine.prefill(job)))
-    events = mortal.engine.decode(decode)
-    async for event in events:
-        if isinstance(event, Tokens):
-            break
+    request = asyncio.create_task(serve(mortal, mortal, prompt(46_000, 100), 2000))
+    await mortal.until_decoding(1)
     await mortal.engine.stop(0.0)
-    with pytest.raises(EngineDown):
-        async for _ in events:
-            pass
-    await asyncio.gather(prefill, return_exceptions=True)
+    with pytest.raises(ExceptionGroup) as ended:
+        await request
+    assert ended.value.split(EngineDown)[1] is None
     assert group_is_empty(mortal.info.pid)
     await mortal.engine.stop(0.0)
 
