@@ -127,6 +127,7 @@ class ScriptedNode(node_agent_pb2_grpc.NodeAgentServiceServicer):
             "address": self.address,
             "model": "tiny",
             "kv_format": "tiny/f32",
+            "kv_bytes_per_token": 23_040,
             "block_tokens": BLOCK_TOKENS,
             "vocab_size": VOCABULARY,
             "max_prompt_tokens": MAX_PROMPT,
