@@ -402,35 +402,35 @@ async def bench(*node_ids: str, directory: bool = True, **settings: object) -> A
     store = MemoryStore(SystemClock())
     nodes = {node_id: ScriptedNode(node_id) for node_id in node_ids}
     scripted = ScriptedDirectory()
-    await scripted.start()
     service = Service(GatewaySettings(**{"metrics_listen": "", "grace_s": 5.0, **settings}), SystemClock())
-    if directory:
-        record = ServiceRegistration("directory", "d", scripted.address, "0", 0.0)
-        await store.put(KEYS.service("directory", "d"), encode(record))
-    for node in nodes.values():
-        await node.start()
-        await store.put(KEYS.node(node.node_id), encode(node.registration()))
-    main = asyncio.create_task(run_gateway(service, store))
-    try:
-        await eventually(lambda: main.done() or bool(service.address))
-        if main.done():
-            main.result()
-        async with open_channel(service.address) as channel:
-            stub = gateway_pb2_grpc.GatewayServiceStub(channel)
-            if node_ids:
-                await _all_ready(stub, len(node_ids))
-            yield Bench(store, nodes, scripted, service, stub, channel)
-    finally:
+    async with contextlib.AsyncExitStack() as stack:  # a server that outlives its loop spoils every later test
+        await scripted.start()
+        stack.push_async_callback(scripted.stop)
+        if directory:
+            record = ServiceRegistration("directory", "d", scripted.address, "0", 0.0)
+            await store.put(KEYS.service("directory", "d"), encode(record))
         for node in nodes.values():
-            node.script.take.set()
-            node.script.resume.set()
-        service.stop()
-        await main
-        await service.close()
-        for node in nodes.values():
-            await node.die()
-        await scripted.stop()
-        await store.close()
+            await node.start()
+            stack.push_async_callback(node.die)
+            await store.put(KEYS.node(node.node_id), encode(node.registration()))
+        main = asyncio.create_task(run_gateway(service, store))
+        try:
+            await eventually(lambda: main.done() or bool(service.address))
+            if main.done():
+                main.result()
+            async with open_channel(service.address) as channel:
+                stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+                if node_ids:
+                    await _all_ready(stub, len(node_ids))
+                yield Bench(store, nodes, scripted, service, stub, channel)
+        finally:
+            for node in nodes.values():
+                node.script.take.set()
+                node.script.resume.set()
+            service.stop()
+            await main
+            await service.close()
+            await store.close()
 
 
 async def _all_ready(stub: gateway_pb2_grpc.GatewayServiceAsyncStub, count: int) -> None:
