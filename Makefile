@@ -1,6 +1,6 @@
 # The commands of the project; `make help` lists them. Everything they need, they install into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo up down status logs lint test bench-flip bench-directory bench-begin images gen pin \
+.PHONY: help setup model demo up down status logs lint test bench-flip bench-directory bench-begin bench-engine images gen pin \
   proto-baseline clean
 
 PYTHON ?= python3
@@ -76,6 +76,9 @@ bench-directory: .venv/.ready ## speed and memory of the directory's core, into 
 bench-begin: .venv/.ready ## time of Begin and routing by context length, into build/bench-begin.json
 	@mkdir -p build
 	@$(BIN)/python tests/bench/bench_begin.py --json build/bench-begin.json $(ARGS)
+
+bench-engine: $(MODEL)/.ready ## our engine against plain SGLang, and what reuse saves, into build/bench-engine.json
+	@$(BIN)/python tests/bench/bench_engine.py $(ARGS)
 
 images: ## build the four images, evolving-<service>:dev
 	@$(foreach service,$(SERVICES),docker build -f services/$(service)/Dockerfile -t evolving-$(subst _,-,$(service)):dev . &&) true
