@@ -331,7 +331,7 @@ def test_the_directory_does_what_the_rules_say() -> None:
     assert set(SEEN) >= EVERYTHING, EVERYTHING - set(SEEN)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(1800)
 def test_the_directory_does_what_the_rules_say_at_length() -> None:
     SEEN.clear()
