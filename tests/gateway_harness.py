@@ -237,6 +237,8 @@ class ScriptedNode(node_agent_pb2_grpc.NodeAgentServiceServicer):
                 if new[-1] in request.sampling.stop_token_ids:
                     reason = gateway_pb2.FINISH_REASON_STOP
                     break
+            if script.pause_at is not None and len(ids) - prompt <= script.pause_at:
+                await script.resume.wait()
             yield node_agent_pb2.DecodeResponse(finished=node_agent_pb2.DecodeFinished(reason=reason, iterations=1))
             self.running.discard(request.leg_id)
         finally:

@@ -70,6 +70,18 @@ async def test_a_decode_node_that_dies_is_replaced_and_the_stream_resumes() -> N
         assert [started.prefill_node_id for started in stream.started] == ["p", "p"]
 
 
+async def test_a_decode_node_that_dies_after_its_last_token_costs_nothing() -> None:
+    async with bench("p", "d") as it:
+        await it.split(1, p="prefill", d="decode")
+        it.nodes["d"].script.pause_at = LENGTH
+        stream = it.generate(PROMPT, sampling=SAMPLING)
+        await stream.until(lambda: len(stream.ids) == LENGTH)
+        await it.nodes["d"].die()
+        finished = await finish(stream)
+        assert finished.reason == gateway_pb2.FINISH_REASON_LENGTH
+        assert len(it.nodes["p"].prefills) == 1
+
+
 async def test_a_prefill_node_that_dies_with_a_queued_request_is_replaced() -> None:
     async with bench("a", "b") as it:
         await it.wait("b", 2.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -126,7 +126,7 @@ class Request:
         return begun.version, begun.match
 
     def _over_already(self, stopped: bool) -> gateway_pb2.FinishReason.ValueType:
-        """Why nothing is left to generate after the resumed ids; 0 when something is."""
+        """Why nothing is left to generate after the ids there are; 0 when something is."""
         ids = self._output.ids
         if stopped or (ids and ids[-1] in self._sampling.stop_token_ids):
             return gateway_pb2.FINISH_REASON_STOP
@@ -153,6 +153,11 @@ class Request:
                 self._desk.metrics.reroutes.inc()
                 _log.info("left_queue", node_id=decision.chosen.node_id, reason="role switched")
             except LegFailed as error:
+                reason = self._over_already(stopped=False)
+                if reason:  # only the word that it ended was lost: no node would take a request with nothing left
+                    for last in self._ending(reason):
+                        yield last
+                    return
                 await self._recover(error)
 
     def _route(self) -> PrefillDecision:
@@ -186,10 +191,8 @@ class Request:
                         if step.stopped:
                             break
                     case Ended(reason):
-                        rest = self._output.flush()
-                        if rest is not None:
-                            yield gateway_pb2.GenerateResponse(tokens=rest)
-                        yield self._finished(reason)
+                        for last in self._ending(reason):
+                            yield last
                         return
         yield self._finished(gateway_pb2.FINISH_REASON_STOP)
 
@@ -280,6 +283,13 @@ class Request:
             predicted_ttft_s=score.total_s if score else 0.0,
             version=self._version,
         )
+
+    def _ending(self, reason: gateway_pb2.FinishReason.ValueType) -> Iterator[gateway_pb2.GenerateResponse]:
+        """Text that was held back, and the result."""
+        rest = self._output.flush()
+        if rest is not None:
+            yield gateway_pb2.GenerateResponse(tokens=rest)
+        yield self._finished(reason)
 
     def _finished(self, reason: gateway_pb2.FinishReason.ValueType) -> gateway_pb2.GenerateResponse:
         now_s = self._desk.clock.now_s()
