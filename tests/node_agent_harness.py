@@ -215,6 +215,7 @@ class ScriptedDirectory:
     hellos: list[directory_pb2.NodeHello] = field(default_factory=list)
     events: list[directory_pb2.ConnectNodeRequest] = field(default_factory=list)  # all streams, in order, no hellos
     acknowledges: bool = True
+    hangs_up: bool = True  # once the node has no more to say
     _outgoing: asyncio.Queue[directory_pb2.ConnectNodeResponse | None] = field(default_factory=asyncio.Queue)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -239,7 +240,8 @@ class ScriptedDirectory:
                 ack = directory_pb2.Ack(sequence=request.kv.sequence)
                 outgoing.put_nowait(directory_pb2.ConnectNodeResponse(term=self.term, ack=ack))
             self._changed.set()
-        outgoing.put_nowait(None)
+        if self.hangs_up:
+            outgoing.put_nowait(None)
 
     def say(self, **event: Any) -> None:
         """Send one message on the newest stream."""

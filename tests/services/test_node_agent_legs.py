@@ -110,6 +110,7 @@ BAD_FIELDS: list[dict[str, Any]] = [
     {"leg_id": ""},
     {"leg_id": "x" * 257},
     {"branch_id": "x" * 257},
+    {"request_id": "x" * 257},
     {"sampling": sampling(temperature=-1.0)},
     {"sampling": sampling(temperature=math.nan)},
     {"sampling": sampling(top_p=1.5)},
@@ -133,10 +134,18 @@ async def test_bad_legs_are_refused_and_the_node_serves_on(etcd: Etcd) -> None:
                 detail = await refusal(call)
                 assert detail.status is grpc.StatusCode.INVALID_ARGUMENT, (fields, detail)
                 assert detail.reason == "INVALID_REQUEST"
+        for holder in ({"blocks": 2}, {"pool_address": "h:1"}, {"pool_address": "h" * 257, "blocks": 2}):
+            detail = await refusal(node.stub.Prefill(prefill_request(GOOD, holders=[node_agent_pb2.Holder(**holder)])))
+            assert detail.status is grpc.StatusCode.INVALID_ARGUMENT, holder
         for wait_s in (math.nan, math.inf, -1.0):
             detail = await refusal(node.stub.Prefill(prefill_request(GOOD, quoted_wait_s=wait_s)))
             assert detail.status is grpc.StatusCode.INVALID_ARGUMENT
-        for fields in ({"source_address": ""}, {"reserve_deadline_s": -1.0}, {"reserve_deadline_s": math.nan}):
+        for fields in (
+            {"source_address": ""},
+            {"source_address": "a" * 257},
+            {"reserve_deadline_s": -1.0},
+            {"reserve_deadline_s": math.nan},
+        ):
             decode = decode_request(prefill_request(GOOD), registration.transfer_address, **fields)
             assert (await refusal(node.stub.Decode(decode))).status is grpc.StatusCode.INVALID_ARGUMENT
         assert node.engine.status().iterations == 0, "no engine saw any of it"

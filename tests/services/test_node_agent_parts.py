@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
+import grpc
+import grpc.aio
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner_harness import WAIT_S
 
 from evolving.core import directory_types as core
 from evolving.core.blocks import chain_names
@@ -19,9 +23,13 @@ from evolving.core.terms import NAME_BYTES, Phase, Role
 from evolving.core.terms import Tier as CoreTier
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.core.work import query_key_pairs
+from evolving.internal.v1 import planner_pb2, planner_pb2_grpc
+from evolving.runtime.clock import SystemClock
 from evolving.runtime.keys import Keys, Split, encode
 from evolving.runtime.store import Versioned, WatchBatch
+from evolving.runtime.tasks import end_tasks, first_of
 from evolving_node_agent import reports
+from evolving_node_agent.address import Address
 from evolving_node_agent.blocks import ContextBlocks
 from evolving_node_agent.counts import CountsMirror
 from evolving_node_agent.engines.port import CachedTokens, Cleared, EngineStatus, KvEvent, Removed, Stored, Tier
@@ -30,7 +38,7 @@ from evolving_node_agent.outbox import Entry, Outbox
 from evolving_node_agent.restart import RestartConfig, RestartPolicy
 from evolving_node_agent.roles import RoleWatch
 from evolving_node_agent.waits import LegSize, new_tokens_per_iteration, wait_s
-from evolving_node_agent.work import decode_sample, prefill_sample
+from evolving_node_agent.work import WorkReporter, decode_sample, prefill_sample
 
 # -- held blocks ↔ the anchored form, read back by the directory itself
 
@@ -267,6 +275,16 @@ def test_old_reports_are_not_repeated() -> None:
     assert outbox.take(lambda _: True, 1, 60.0) == []
 
 
+def test_a_report_that_waited_long_is_repeated_if_it_was_sent_lately() -> None:
+    """A directory that was away for minutes and breaks off again must not cost what waited for it."""
+    outbox = Outbox(10, remember_s=60.0)
+    waited = entry("1", since_s=0.0)
+    outbox.put(waited)
+    assert outbox.take(lambda _: True, 1, 300.0) == [waited]
+    outbox.reconnected(301.0)
+    assert outbox.take(lambda _: True, 1, 301.0) == [waited]
+
+
 def test_the_oldest_reports_go_when_too_many_wait() -> None:
     outbox = Outbox(2)
     entries = [entry(str(number)) for number in range(3)]
@@ -380,6 +398,42 @@ def test_work_of_a_prefill_leg() -> None:
     sample = prefill_sample("r", 100, CachedTokens(l1=10, l2=20, peer=30), 0.5, 7.0).message
     assert (sample.uncached_tokens, sample.cached_tokens, sample.restored_tokens) == (40, 60, 50)
     assert sample.query_key_pairs == query_key_pairs(40, 60)
+
+
+async def test_a_report_sent_again_keeps_its_number_and_incarnation() -> None:
+    """Its engine may have died meanwhile; under another incarnation the planner would count it twice."""
+    taken: list[tuple[str, int, int]] = []
+
+    class Planner(planner_pb2_grpc.PlannerServiceServicer):
+        """Takes every report and answers the first only when it is too late."""
+
+        async def ReportWork(self, request: Any, context: Any) -> planner_pb2.ReportWorkResponse:
+            taken.append((request.incarnation, request.sequence, len(request.samples)))
+            if len(taken) == 1:
+                reporter.incarnation = "second"
+                reporter.add(decode_sample("r2", 1, 1, 0.0, 0.0))
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "taken, and nobody hears of it")
+            if len(taken) == 3:
+                all_there.set()
+            return planner_pb2.ReportWorkResponse()
+
+    all_there = asyncio.Event()
+    server = grpc.aio.server()
+    planner_pb2_grpc.add_PlannerServiceServicer_to_server(Planner(), server)
+    address = Address()
+    address.set(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    await server.start()
+    reporter = WorkReporter("p0", "n", 10, 0.01, SystemClock(), None)
+    reporter.incarnation = "first"
+    reporter.add(decode_sample("r1", 1, 1, 0.0, 0.0))
+    running = asyncio.create_task(reporter.run(address))
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await first_of(all_there.wait(), asyncio.wait({running}))
+    finally:
+        await end_tasks(running)
+        await server.stop(None)
+    assert taken == [("first", 1, 1), ("first", 1, 1), ("second", 2, 1)]
 
 
 def test_work_of_a_decode_leg() -> None:

@@ -38,14 +38,12 @@ class EngineLives:
         self._work = work
         self._registration: Registration | None = None
         self._tasks: list[asyncio.Task[None]] = []  # of the running life
-        self._starts = 0
 
     async def up(self, info: EngineInfo) -> None:
         """A life began: follow it, tell the directory, register it. Raises EngineDown when it is over already."""
-        self._starts += 1
         self._work.incarnation = info.incarnation
         await self._directory.begin_life(info)
-        self._node.engine_up(info, self._starts)
+        self._node.engine_up(info)
         self._tasks = [
             self._service.spawn(_while_up(self._node.follow_engine()), "engine_status"),
             self._service.spawn(_while_up(self._directory.follow_kv()), "engine_kv"),
@@ -78,6 +76,7 @@ class EngineLives:
         if self._registration is None:
             key = self._keys.node(settings.node_id)
             self._registration = self._store.register(key, value, settings.registration_ttl_s)
+            self._service.spawn(self._registration.wait_closed(), f"registration:{key}")
             await self._registration.wait_registered()
         else:
             await self._registration.update(value)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.internal.v1 import node_agent_pb2
 from evolving.runtime.clock import Clock
+from evolving.runtime.tasks import first_of
 from evolving.v1 import common_pb2
 from evolving_node_agent.engines.port import Engine, EngineInfo, EngineStatus
 from evolving_node_agent.errors import EngineIsDown
@@ -48,10 +49,10 @@ class Node:
             raise EngineIsDown("the engine is not running", retry_after_s=1.0)
         return self._info
 
-    def engine_up(self, info: EngineInfo, starts: int) -> None:
+    def engine_up(self, info: EngineInfo) -> None:
         """A life began."""
         self._info = info
-        self.engine_starts = starts
+        self.engine_starts += 1
         self.notify()
 
     def engine_down(self) -> None:
@@ -130,18 +131,9 @@ class Node:
                 if last:
                     return
                 await self._clock.sleep(PUSH_MIN_S)
-                await self._wait(changed, PUSH_MAX_S - PUSH_MIN_S)
+                await first_of(changed.wait(), self._clock.sleep(PUSH_MAX_S - PUSH_MIN_S))
         finally:
             self._watchers.discard(changed)
-
-    async def _wait(self, changed: asyncio.Event, at_most_s: float) -> None:
-        timer = asyncio.ensure_future(self._clock.sleep(at_most_s))
-        waiting = asyncio.ensure_future(changed.wait())
-        try:
-            await asyncio.wait((timer, waiting), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            timer.cancel()
-            waiting.cancel()
 
     def status(self) -> node_agent_pb2.WatchStatusResponse:
         """The message watchers get."""

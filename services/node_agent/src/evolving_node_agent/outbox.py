@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from evolving.internal.v1 import directory_pb2
 
@@ -21,16 +21,20 @@ class Entry:
     message: directory_pb2.ConnectNodeRequest
     needs: bytes  # name of the block that must be held first; empty: none
     since_s: float
-    after_sequence: int = field(default=0)  # of the KV batch sent last before it
+    sent_s: float = 0.0
+    after_sequence: int = 0  # of the KV batch sent last before it
 
 
 class Outbox:
-    """Waiting entries, and sent ones not known to be taken. At most `limit` of each; the oldest go first."""
+    """Waiting entries, and sent ones not known to be taken. At most `limit` of each; the oldest go first.
+
+    dropped: waiting entries given up because too many waited.
+    """
 
     def __init__(self, limit: int, patience_s: float = 2.0, remember_s: float = 60.0) -> None:
         self._limit = limit
         self._patience_s = patience_s  # an entry waits so long for its block
-        self._remember_s = remember_s  # a sent entry older than this isn't sent again
+        self._remember_s = remember_s  # an entry sent longer ago than this isn't sent again
         self._waiting: deque[Entry] = deque()
         self._sent: deque[Entry] = deque()
         self.dropped = 0
@@ -51,6 +55,7 @@ class Outbox:
         for entry in self._waiting:
             late = now_s - entry.since_s >= self._patience_s
             if entry.request not in blocked and (not entry.needs or late or held(entry.needs)):
+                entry.sent_s = now_s
                 entry.after_sequence = sequence
                 ready.append(entry)
             else:
@@ -68,8 +73,12 @@ class Outbox:
             self._sent.popleft()
 
     def reconnected(self, now_s: float) -> None:
-        """A new stream: what was sent and not acknowledged is sent again. Reports that came twice change nothing."""
-        again = [entry for entry in self._sent if now_s - entry.since_s < self._remember_s]
+        """A new stream: what was sent lately and not acknowledged is sent again.
+
+        A report that came twice changes nothing while it is news. An old one would move a branch's home back to where
+        it was long ago, and a node that holds nothing new hears no acknowledgement: hence `remember_s`.
+        """
+        again = [entry for entry in self._sent if now_s - entry.sent_s < self._remember_s]
         self._sent.clear()
         self._waiting.extendleft(reversed(again))
         self._trim(self._waiting)

@@ -125,7 +125,7 @@ class DirectoryReporter:
         while True:
             self._filled.clear()
             due_s = self._outbox.next_wakeup_s()
-            if due_s is None or self._stream is None:
+            if due_s is None or self._stream is None or not self._stream.writable:
                 await self._filled.wait()
                 continue
             await self.clock.sleep(due_s - self.clock.now_s())
@@ -188,8 +188,13 @@ class DirectoryReporter:
                 reading.result()  # a bug in reading ends this loop too
 
     async def _read(self, stream: DirectoryStream) -> None:
+        """Obey the directory until the stream breaks or a newer directory is known."""
         try:
             async for response in stream.responses():
+                if response.term < self.known_term:
+                    _log.warning("stale_directory", term=response.term, known_term=self.known_term)
+                    return
+                self.known_term = response.term
                 await self._take_response(stream, response)
         except grpc.aio.AioRpcError as error:
             _log.warning("directory_stream_broke", code=error.code().name, error=error.details())
@@ -197,11 +202,6 @@ class DirectoryReporter:
             _log.warning("directory_stream_ends", error=str(error))  # the engine went away under it
 
     async def _take_response(self, stream: DirectoryStream, response: directory_pb2.ConnectNodeResponse) -> None:
-        if response.term < self.known_term:
-            _log.warning("stale_directory", term=response.term, known_term=self.known_term)
-            stream.end()
-            return
-        self.known_term = response.term
         match response.WhichOneof("event"):
             case "ack":
                 self._outbox.acknowledged(response.ack.sequence)

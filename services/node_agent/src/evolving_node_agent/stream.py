@@ -44,10 +44,9 @@ class DirectoryStream:
         self._ended = True
         self._call.cancel()
 
-    async def responses(self) -> AsyncIterator[directory_pb2.ConnectNodeResponse]:
+    def responses(self) -> AsyncIterator[directory_pb2.ConnectNodeResponse]:
         """What the directory says, until the call ends. Raises AioRpcError."""
-        async for response in self._call:
-            yield response
+        return self._call.__aiter__()
 
     async def _messages(self) -> AsyncIterator[directory_pb2.ConnectNodeRequest]:
         while (message := await self._queue.get()) is not None:

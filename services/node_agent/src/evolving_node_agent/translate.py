@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from google.protobuf.message import Message
 
+from evolving.core.blocks import DIGEST_BYTES, TOKEN_BYTES, split_names
+from evolving.core.terms import NAME_BYTES
 from evolving.internal.v1 import node_agent_pb2
 from evolving.runtime.errors import InvalidRequest
 from evolving.v1 import common_pb2, gateway_pb2
@@ -21,13 +24,11 @@ from evolving_node_agent.engines.port import (
     TokenIds,
 )
 
-_LONGEST_ID = 256
+_LONGEST_ID = 256  # characters, of ids and of addresses
 _MAX_HOLDERS = 4096
 _MAX_STOP_TOKENS = 64
-_DEFAULT_MAX_TOKENS = 512
+_DEFAULT_MAX_TOKENS = 512  # as Sampling.max_tokens says
 MAX_DIGESTS = 4096
-_NAME_BYTES = 16
-_ROOT_BYTES = 32
 
 FINISH_REASONS: Mapping[FinishReason, gateway_pb2.FinishReason.ValueType] = {
     FinishReason.STOP: gateway_pb2.FINISH_REASON_STOP,
@@ -53,10 +54,7 @@ def prefill_job(
         root=_root(request.root),
         sampling=sampling(request.sampling, request.generated_tokens),
         priority=request.priority,
-        holders=tuple(
-            Holder(each.node_id, each.pool_address, each.incarnation, each.first_block, each.blocks)
-            for each in request.holders
-        ),
+        holders=tuple(_holder(each) for each in request.holders),
         fetch_deadline_s=fetch_deadline_s,
         keep_s=keep_s,
     )
@@ -68,6 +66,7 @@ def decode_job(request: node_agent_pb2.DecodeRequest, info: EngineInfo, default_
     _check_ids(request)
     if not request.source_address:
         raise InvalidRequest("source_address is empty")
+    _check_lengths(request, "source_node_id", "source_address")
     deadline_s = request.reserve_deadline_s
     if not 0 <= deadline_s <= 24 * 3600:
         raise InvalidRequest(f"reserve_deadline_s must be between 0 and a day, got {deadline_s}")
@@ -114,9 +113,9 @@ def names_and_tier(request: node_agent_pb2.ReadDigestsRequest) -> tuple[list[byt
     if request.tier not in (common_pb2.TIER_L1, common_pb2.TIER_L2):
         raise InvalidRequest("tier must be L1 or L2")
     data = request.names
-    if len(data) % _NAME_BYTES or len(data) > MAX_DIGESTS * _NAME_BYTES:
-        raise InvalidRequest(f"names: {len(data)} bytes; each takes {_NAME_BYTES} and at most {MAX_DIGESTS} are taken")
-    return [data[at : at + _NAME_BYTES] for at in range(0, len(data), _NAME_BYTES)], Tier(request.tier)
+    if len(data) % NAME_BYTES or len(data) > MAX_DIGESTS * NAME_BYTES:
+        raise InvalidRequest(f"names: {len(data)} bytes; each takes {NAME_BYTES} and at most {MAX_DIGESTS} are taken")
+    return split_names(data), Tier(request.tier)
 
 
 def cached_to_proto(cached: CachedTokens) -> gateway_pb2.CachedTokens:
@@ -125,8 +124,8 @@ def cached_to_proto(cached: CachedTokens) -> gateway_pb2.CachedTokens:
 
 
 def _tokens(data: bytes, generated: int, info: EngineInfo) -> TokenIds:
-    if len(data) % 4:
-        raise InvalidRequest(f"token_ids: {len(data)} bytes; each id takes 4")
+    if len(data) % TOKEN_BYTES:
+        raise InvalidRequest(f"token_ids: {len(data)} bytes; each id takes {TOKEN_BYTES}")
     tokens = np.frombuffer(data, dtype="<u4").astype(np.uint32, copy=False)
     if generated >= len(tokens):
         raise InvalidRequest(f"{len(tokens)} token ids, {generated} of them generated: the prompt is empty")
@@ -142,16 +141,27 @@ def _tokens(data: bytes, generated: int, info: EngineInfo) -> TokenIds:
 
 
 def _root(data: bytes) -> bytes:
-    if len(data) != _ROOT_BYTES:
-        raise InvalidRequest(f"root: {len(data)} bytes instead of {_ROOT_BYTES}")
+    if len(data) != DIGEST_BYTES:
+        raise InvalidRequest(f"root: {len(data)} bytes instead of {DIGEST_BYTES}")
     return data
 
 
 def _check_ids(request: node_agent_pb2.PrefillRequest | node_agent_pb2.DecodeRequest) -> None:
     if not request.leg_id:
         raise InvalidRequest("leg_id is empty")
-    for name in ("leg_id", "tenant", "branch_id", "request_id"):
-        if len(getattr(request, name)) > _LONGEST_ID:
+    _check_lengths(request, "leg_id", "tenant", "branch_id", "request_id")
+
+
+def _holder(message: node_agent_pb2.Holder) -> Holder:
+    _check_lengths(message, "node_id", "pool_address", "incarnation")
+    if not message.pool_address or not message.blocks:
+        raise InvalidRequest(f"holder {message.node_id!r} needs a pool_address and blocks")
+    return Holder(message.node_id, message.pool_address, message.incarnation, message.first_block, message.blocks)
+
+
+def _check_lengths(message: Message, *names: str) -> None:
+    for name in names:
+        if len(getattr(message, name)) > _LONGEST_ID:
             raise InvalidRequest(f"{name} is longer than {_LONGEST_ID} characters")
 
 

@@ -63,7 +63,7 @@ def decode_sample(request_id: str, output_tokens: int, iterations: int, service_
 
 class WorkReporter:
     """Keeps the newest samples and sends them in numbered reports. A report whose fate is unknown is sent again under
-    its number, so that it is taken once."""
+    its number and incarnation, so that it is taken once."""
 
     def __init__(
         self, partition_id: str, node_id: str, limit: int, period_s: float, clock: Clock, token: str | None
@@ -75,10 +75,11 @@ class WorkReporter:
         self._token = token
         self._samples: deque[Sample] = deque(maxlen=limit)
         self._report: list[Sample] = []  # the one numbered `sequence`, not known to be taken
+        self._report_incarnation = ""  # the planner tells repeats by number within an incarnation: it goes unchanged
         self._sequence = 0
         self._channel: grpc.aio.Channel | None = None
         self._channel_address = ""
-        self.incarnation = ""  # of the engine's running life
+        self.incarnation = ""  # of the engine's newest life
 
     def add(self, sample: Sample) -> None:
         """A leg is done."""
@@ -100,6 +101,7 @@ class WorkReporter:
             if not self._samples:
                 return False
             self._report = [self._samples.popleft() for _ in range(min(_MAX_SAMPLES, len(self._samples)))]
+            self._report_incarnation = self.incarnation
             self._sequence += 1
         stub = await self._stub(address)
         try:
@@ -115,7 +117,7 @@ class WorkReporter:
         request = planner_pb2.ReportWorkRequest(
             partition_id=self._partition_id,
             node_id=self._node_id,
-            incarnation=self.incarnation,
+            incarnation=self._report_incarnation,
             sequence=self._sequence,
             samples=[sample.message for sample in self._report],
         )
