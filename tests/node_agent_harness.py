@@ -157,7 +157,7 @@ class Agent:
 
     async def set_split(self, epoch: int, role: str) -> None:
         """Write a split that gives this node a role."""
-        split = Split(epoch=epoch, roles={self.node_id: role}, reason="test", author="test", written_wall_s=0.0)  # type: ignore[dict-item]
+        split = Split(epoch=epoch, roles={self.node_id: role}, reason="test", author="test", written_at_s=0.0)  # type: ignore[dict-item]
         await self.store.put(KEYS.split, encode(split))
 
 

@@ -68,9 +68,9 @@ class Partition:
         )
         await self.put(KEYS.node(node_id), encode(registration))
 
-    async def service(self, kind: Any, instance: str, address: str, started_wall_s: float = 86400.0) -> None:
+    async def service(self, kind: Any, instance: str, address: str, started_at_s: float = 86400.0) -> None:
         """Register a service instance."""
-        registration = ServiceRegistration(kind, instance, address, "1.2", started_wall_s)
+        registration = ServiceRegistration(kind, instance, address, "1.2", started_at_s)
         await self.put(KEYS.service(kind, instance), encode(registration))
 
     async def run(self, *arguments: str, stdin: str = "") -> tuple[int, str, str]:
@@ -139,7 +139,7 @@ async def test_status_asks_every_node_and_service(partition: Partition) -> None:
         roles={"node-a": "prefill", "node-b": "decode", "node-d": "decode"},
         reason="",
         author="",
-        written_wall_s=0,
+        written_at_s=0,
     )
     await partition.put(KEYS.split, encode(split))
     with ExitStack() as stack:
@@ -210,9 +210,9 @@ async def test_partitions_and_prefixes_are_apart(partition: Partition) -> None:
 async def test_the_newest_directory_is_asked_first_and_the_rest_when_it_is_gone(partition: Partition) -> None:
     older, newer = ScriptedDirectory(), ScriptedDirectory()
     with running(older) as older_address:
-        await partition.service("directory", "a", older_address, started_wall_s=1.0)
+        await partition.service("directory", "a", older_address, started_at_s=1.0)
         with running(newer) as newer_address:
-            await partition.service("directory", "b", newer_address, started_wall_s=2.0)
+            await partition.service("directory", "b", newer_address, started_at_s=2.0)
             assert (await partition.run("branch", "ls"))[0] == 0
             assert (len(older.requests), len(newer.requests)) == (0, 1)
         assert (await partition.run("branch", "ls"))[0] == 0

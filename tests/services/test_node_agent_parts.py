@@ -337,7 +337,7 @@ async def roles_after(*values: bytes) -> tuple[Role, int]:
 
 def split(epoch: int, **roles: Literal["prefill", "decode", "mixed", "draining"]) -> bytes:
     """A split as etcd has it."""
-    return encode(Split(epoch=epoch, roles=dict(roles), reason="", author="", written_wall_s=0.0))
+    return encode(Split(epoch=epoch, roles=dict(roles), reason="", author="", written_at_s=0.0))
 
 
 async def test_a_node_takes_its_role_from_the_newest_split() -> None:

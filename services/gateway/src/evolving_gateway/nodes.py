@@ -108,7 +108,7 @@ class Cluster:
         self._max_message_bytes = max_message_bytes
         self._silence_s = silence_s
         self._listeners: set[Callable[[], None]] = set()
-        self._split = Split(epoch=0, roles={}, reason="none yet", author="", written_wall_s=0.0)
+        self._split = Split(epoch=0, roles={}, reason="none yet", author="", written_at_s=0.0)
         self._seen_epoch = 0
         self._stale = asyncio.Event()
         self._retired: set[Node] = set()

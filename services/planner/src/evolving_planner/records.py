@@ -91,7 +91,7 @@ def encode_split(split: Split) -> bytes:
 def decode_split(value: bytes) -> Split:
     """Raises keys.BadRecord."""
     record = keys.decode(keys.Split, value)
-    return Split(record.epoch, _roles(record.roles), record.reason, record.author, record.written_wall_s)
+    return Split(record.epoch, _roles(record.roles), record.reason, record.author, record.written_at_s)
 
 
 def encode_history(history: History) -> bytes:

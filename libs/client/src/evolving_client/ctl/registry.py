@@ -38,7 +38,7 @@ class Service:
     instance: str
     address: str
     version: str
-    started_wall_s: float
+    started_at_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Registry:
 
     def addresses(self, kind: str) -> tuple[str, ...]:
         """Addresses of a kind of service: the leader first, then the one started last, which replaces the others."""
-        newest_first = sorted(self.services, key=lambda service: -service.started_wall_s)
+        newest_first = sorted(self.services, key=lambda service: -service.started_at_s)
         found = [service.address for service in newest_first if service.kind == kind]
         leader = self.leaders.get(kind)
         return tuple(sorted(found, key=lambda address: address != leader))
@@ -110,7 +110,7 @@ def parse_registry(found: Mapping[str, bytes]) -> Registry:
 
 
 def _service(record: Mapping[str, Any]) -> Service:
-    return Service(record["kind"], record["instance"], record["address"], record["version"], record["started_wall_s"])
+    return Service(record["kind"], record["instance"], record["address"], record["version"], record["started_at_s"])
 
 
 def _json(key: str, value: bytes) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def as_json(registry: Registry, nodes: list[NodeState], services: list[ServiceSt
                 "health": state.health.replace(" ", "_"),
                 "leads": state.leads,
                 "version": state.service.version,
-                "started_wall_s": state.service.started_wall_s,
+                "started_at_s": state.service.started_at_s,
             }
             for state in services
         ],
@@ -140,7 +140,7 @@ def print_status(registry: Registry, nodes: list[NodeState], services: list[Serv
                 state.health,
                 "leader" if state.leads else "",
                 state.service.version,
-                output.moment(state.service.started_wall_s),
+                output.moment(state.service.started_at_s),
                 state.service.address,
             ]
             for state in services

@@ -118,7 +118,7 @@ class Split:
     roles: dict[str, Role]  # by node_id; a live node not listed is "mixed"
     reason: str
     author: str  # who decided: "planner", "operator:<name>", "bootstrap"
-    written_wall_s: float  # unix seconds
+    written_at_s: float  # unix seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class ServiceRegistration:
     instance: _Text  # unique among instances of the kind
     address: _Text  # host:port of its gRPC, as others reach it
     version: str
-    started_wall_s: float  # unix seconds
+    started_at_s: float  # unix seconds
 
 
 Record = TypeVar("Record", NodeRegistration, Split, ServiceRegistration)
