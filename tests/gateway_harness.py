@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -113,6 +113,11 @@ class ScriptedNode(node_agent_pb2_grpc.NodeAgentServiceServicer):
         node_agent_pb2_grpc.add_NodeAgentServiceServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()
+
+    @property
+    def started(self) -> bool:
+        """Whether it has a server."""
+        return self._server is not None
 
     async def die(self) -> None:
         """Cut every connection at once."""
@@ -411,9 +416,9 @@ async def bench(*node_ids: str, directory: bool = True, **settings: object) -> A
         if directory:
             record = ServiceRegistration("directory", "d", scripted.address, "0", 0.0)
             await store.put(KEYS.service("directory", "d"), encode(record))
+        stack.push_async_callback(_stop_all, nodes)
         for node in nodes.values():
             await node.start()
-            stack.push_async_callback(node.die)
             await store.put(KEYS.node(node.node_id), encode(node.registration()))
         main = asyncio.create_task(run_gateway(service, store))
         try:
@@ -433,6 +438,13 @@ async def bench(*node_ids: str, directory: bool = True, **settings: object) -> A
             await main
             await service.close()
             await store.close()
+
+
+async def _stop_all(nodes: Mapping[str, ScriptedNode]) -> None:
+    """Those there are at the end: a test may have replaced one."""
+    for node in nodes.values():
+        if node.started:
+            await node.die()
 
 
 async def _all_ready(stub: gateway_pb2_grpc.GatewayServiceAsyncStub, count: int) -> None:
