@@ -98,6 +98,14 @@ class Node:
             if not (status.queued or status.prefilling or status.holding or status.decoding or status.reserved):
                 return
 
+    async def until_only_cache(self) -> None:
+        """Wait until no leg is left and the engine's memory holds what it announced, and not a token more."""
+        async for status in self.engine.status_changes():
+            legs = status.queued or status.prefilling or status.holding or status.decoding or status.reserved
+            used = (status.l1_used_tokens, status.l2_used_tokens)
+            if not legs and used == tuple(self.info.block_tokens * len(self.held[tier]) for tier in Tier):
+                return
+
     def holder(self, first_block: int, blocks: int) -> Holder:
         """This node as a holder of a run of blocks."""
         return Holder(self.name, self.info.pool_address, self.info.incarnation, first_block, blocks)

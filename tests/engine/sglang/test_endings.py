@@ -33,13 +33,10 @@ DECODE_STAGES = ["waiting", Reserved, Started, Tokens]
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="session")
 async def nothing_stays(pair: list[Node]):  # type: ignore[no-untyped-def]
-    """After each test no memory is held and both nodes serve."""
+    """After each test nothing but plain cache is left, and both nodes serve."""
     yield
     for node in pair:
-        async for status in node.engine.status_changes():
-            held = status.queued or status.prefilling or status.holding or status.decoding or status.reserved
-            if not held and status.l1_used_tokens == 0:
-                break
+        await node.until_only_cache()
     tokens, wanted = next(clear_prompts(80, 6, 30_000))
     for source, target in ((0, 1), (1, 0)):
         assert (await serve(pair[source], pair[target], tokens, 6)).ids == wanted

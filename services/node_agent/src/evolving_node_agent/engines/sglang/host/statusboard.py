@@ -14,7 +14,7 @@ from .legs import DecodeLeg, Phase
 if TYPE_CHECKING:
     from .desk import Desk
 
-_CHANGE_S = 0.05  # at most this often
+_CHANGE_S = 0.01  # at most this often
 _HEARTBEAT_S = 1.0  # at least this often
 
 
@@ -62,9 +62,7 @@ class StatusBoard:
             decoding=sum(isinstance(request.leg, DecodeLeg) for request in running),
             decode_context_tokens=sum(request.seqlen for request in running),
             reserved=sum(not leg.running for leg in desk.decodes.values()),
-            l1_used_tokens=scheduler.max_total_num_tokens
-            - scheduler.token_to_kv_pool_allocator.available_size()
-            - scheduler.tree_cache.full_evictable_size(),
+            l1_used_tokens=scheduler.max_total_num_tokens - scheduler.token_to_kv_pool_allocator.available_size(),
             l2_used_tokens=desk.blocks.pages.used_host_tokens(),
             iterations=scheduler.forward_ct,
             prefill_iterations=self.prefill_iterations,
