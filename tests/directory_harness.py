@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc.aio
 from etcd_process import Etcd
-from planner_harness import WAIT_S, eventually
+from waiting import WAIT_S, eventually
 
 from evolving.core.terms import Phase, Role, Tier
 from evolving.internal.v1 import directory_pb2, directory_pb2_grpc

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import grpc
 import grpc.aio
 import numpy as np
+from waiting import WAIT_S, eventually
 
 from evolving.internal.v1 import directory_pb2, directory_pb2_grpc, node_agent_pb2, node_agent_pb2_grpc
 from evolving.runtime.channel import open_channel
@@ -24,7 +25,6 @@ from evolving.wire.status import ErrorDetail, abort_with
 from evolving_gateway.__main__ import run_gateway
 from evolving_gateway.settings import GatewaySettings
 
-WAIT_S = 30.0
 KEYS = Keys()
 VOCABULARY = 1_000
 BLOCK_TOKENS = 16
@@ -54,15 +54,6 @@ def expected_output(prompt: Sequence[int], tokens: int) -> list[int]:
     for _ in range(tokens):
         context.append(next_id(context))
     return context[len(prompt) :]
-
-
-async def eventually(check: Callable[[], bool]) -> None:
-    """Wait until `check` holds; fails after WAIT_S."""
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            if check():
-                return
-            await asyncio.sleep(0.01)
 
 
 @dataclass

@@ -12,7 +12,8 @@ from typing import Any
 import grpc.aio
 import numpy as np
 from etcd_process import Etcd
-from planner_harness import KEYS, WAIT_S, open_store
+from planner_harness import KEYS, open_store
+from waiting import WAIT_S
 
 from evolving.core.blocks import chain_names, root_digest, split_names
 from evolving.internal.v1 import (

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import grpc.aio
 from etcd_process import Etcd, free_ports
+from waiting import WAIT_S
 
 from evolving.internal.v1 import planner_pb2_grpc as internal_grpc
 from evolving.runtime.channel import open_channel, retry_unary
@@ -22,7 +23,6 @@ from evolving.v1 import planner_pb2, planner_pb2_grpc
 from evolving_planner.__main__ import run_planner
 from evolving_planner.settings import PlannerSettings
 
-WAIT_S = 20.0
 KEYS = Keys()
 
 
@@ -48,13 +48,6 @@ def node_registration(node_id: str) -> NodeRegistration:
         prefill_coefficients=(0.01, 0.001, 0.0, 0.0, 0.0),
         decode_coefficients=(0.02, 0.0, 0.001, 0.0),
     )
-
-
-async def eventually(check: Callable[[], Awaitable[bool]]) -> None:
-    """Wait until `check` holds; fails after WAIT_S."""
-    async with asyncio.timeout(WAIT_S):
-        while not await check():
-            await asyncio.sleep(0.02)
 
 
 @asynccontextmanager

@@ -9,7 +9,8 @@ import grpc.aio
 import pytest
 from directory_harness import KEYS, Node, blocks_of, context, directory
 from etcd_process import Etcd
-from planner_harness import eventually, join, open_store
+from planner_harness import join, open_store
+from waiting import eventually
 
 from evolving.core.terms import Phase
 from evolving.internal.v1 import directory_pb2

@@ -9,7 +9,8 @@ import grpc.aio
 import pytest
 from directory_harness import KEYS, Directory, Node, blocks_of, context, directory, split_record
 from etcd_process import Etcd
-from planner_harness import WAIT_S, eventually, join, leave, open_store
+from planner_harness import join, leave, open_store
+from waiting import WAIT_S, eventually
 
 from evolving.core.terms import Phase, Role, Tier
 from evolving.internal.v1 import directory_pb2

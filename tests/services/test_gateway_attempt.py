@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
-from gateway_harness import BLOCK_TOKENS, KEYS, VOCABULARY, ScriptedNode, eventually, ids_bytes
+from gateway_harness import BLOCK_TOKENS, KEYS, VOCABULARY, ScriptedNode, ids_bytes
+from waiting import eventually
 
 from evolving.core.routing import Context
 from evolving.runtime.clock import SystemClock

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import tiny_tokenizer
-from gateway_harness import Bench, bench, bytes_ids, eventually, ids_bytes
+from gateway_harness import Bench, bench, bytes_ids, ids_bytes
 from tokenizers import Tokenizer
+from waiting import eventually
 
 from evolving.v1 import gateway_pb2
 

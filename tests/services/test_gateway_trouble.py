@@ -6,18 +6,8 @@ import asyncio
 
 import grpc
 import pytest
-from gateway_harness import (
-    KEYS,
-    MAX_PROMPT,
-    Bench,
-    Stream,
-    bench,
-    bytes_ids,
-    eventually,
-    expected_output,
-    failure,
-    ids_bytes,
-)
+from gateway_harness import KEYS, MAX_PROMPT, Bench, Stream, bench, bytes_ids, expected_output, failure, ids_bytes
+from waiting import eventually
 
 from evolving.internal.v1 import directory_pb2
 from evolving.runtime.keys import ServiceRegistration, encode

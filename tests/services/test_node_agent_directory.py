@@ -18,7 +18,7 @@ from node_agent_harness import (
     prefill_request,
     scripted_directory,
 )
-from planner_harness import eventually
+from waiting import eventually
 
 from evolving.core import directory_types as core
 from evolving.core.directory import Directory

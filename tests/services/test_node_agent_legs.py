@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 from etcd_process import Etcd
 from node_agent_harness import BLOCK, ROOT, Agent, agent, decode_request, ids, names_of, prefill_request
-from planner_harness import WAIT_S
+from waiting import WAIT_S
 
 from evolving.internal.v1 import node_agent_pb2
 from evolving.v1 import common_pb2, gateway_pb2

@@ -12,7 +12,8 @@ import pytest
 from etcd_process import Etcd, free_ports
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from node_agent_harness import Agent, agent, ids, prefill_request, scripted_planner
-from planner_harness import KEYS, WAIT_S, eventually, open_store
+from planner_harness import KEYS, open_store
+from waiting import WAIT_S, eventually
 
 from evolving.internal.v1 import node_agent_pb2
 from evolving.runtime.channel import open_channel

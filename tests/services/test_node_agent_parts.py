@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner_harness import WAIT_S
+from waiting import WAIT_S
 
 from evolving.core import directory_types as core
 from evolving.core.blocks import chain_names

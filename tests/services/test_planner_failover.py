@@ -12,15 +12,8 @@ import grpc
 import grpc.aio
 import pytest
 from etcd_process import Etcd
-from planner_harness import (
-    KEYS,
-    PlannerProcess,
-    eventually,
-    join,
-    open_store,
-    planner,
-    planner_process,
-)
+from planner_harness import KEYS, PlannerProcess, join, open_store, planner, planner_process
+from waiting import eventually
 
 from evolving.core import planner as core_planner
 from evolving.internal.v1 import planner_pb2 as internal_pb2

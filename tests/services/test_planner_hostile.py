@@ -5,7 +5,8 @@ from __future__ import annotations
 import grpc
 from etcd_process import Etcd
 from hostile import no_crash, send_random_bytes
-from planner_harness import eventually, join, open_store, planner
+from planner_harness import join, open_store, planner
+from waiting import eventually
 
 METHODS = [
     *(f"/evolving.v1.PlannerService/{name}" for name in ("GetSplit", "ProposeSplit", "ListDecisions", "GetModel")),

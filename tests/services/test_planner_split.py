@@ -8,7 +8,8 @@ import grpc
 import grpc.aio
 import pytest
 from etcd_process import Etcd
-from planner_harness import KEYS, Client, eventually, join, leave, open_store, planner
+from planner_harness import KEYS, Client, join, leave, open_store, planner
+from waiting import eventually
 
 from evolving.internal.v1 import planner_pb2 as internal_pb2
 from evolving.runtime.etcd import EtcdStore
