@@ -10,6 +10,7 @@ import pytest
 from etcd_process import Etcd
 
 from evolving.runtime.clock import SystemClock
+from evolving.runtime.errors import NameTaken
 from evolving.runtime.etcd import EtcdStore
 from evolving.runtime.memory_store import MemoryStore
 from evolving.runtime.store import Conflict, Fenced, Guard, LeaseLost, Store, WatchBatch
@@ -194,6 +195,21 @@ async def test_a_closed_registration_leaves_its_successors_key(store: Store) -> 
     await old.wait_registered()
     new = store.register("/n/a", b"new", ttl_s=10)
     await new.wait_registered()
+    await old.close()
+    item = await store.get("/n/a")
+    assert item is not None
+    assert item.value == b"new"
+    await new.close()
+
+
+async def test_who_registers_a_key_later_takes_it_over_and_the_earlier_gives_up(store: Store) -> None:
+    old = store.register("/n/a", b"old", ttl_s=1)
+    await old.wait_registered()
+    new = store.register("/n/a", b"new", ttl_s=1)
+    async with asyncio.timeout(20):
+        with pytest.raises(NameTaken, match="/n/a"):
+            await old.wait_closed()
+    assert not old.registered
     await old.close()
     item = await store.get("/n/a")
     assert item is not None

@@ -55,6 +55,13 @@ class Forbidden(ServiceError):
     status = grpc.StatusCode.PERMISSION_DENIED
 
 
+class NameTaken(ServiceError):
+    """Another process registered under this one's name, and takes over."""
+
+    reason = "NAME_TAKEN"
+    status = grpc.StatusCode.UNAVAILABLE
+
+
 class Overloaded(ServiceError):
     """Too many calls at once; come back after `retry_after_s`."""
 

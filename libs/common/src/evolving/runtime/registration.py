@@ -1,10 +1,15 @@
-"""A key that is there while its owner lives: lease kept alive, granted and put anew whenever it was lost."""
+"""A key that is there while its owner lives: lease kept alive, granted and put anew whenever it was lost.
+
+Who registers a key takes it over, so a process that was restarted need not wait for its old lease to end. The one that
+had it sees that at its next renewal and gives up: two that fought for one name would disturb everybody.
+"""
 
 from __future__ import annotations
 
 import asyncio
 
 from evolving.runtime.clock import Clock
+from evolving.runtime.errors import NameTaken
 from evolving.runtime.log import get_logger
 from evolving.runtime.store import LeaseLost, Store, StoreUnavailable
 from evolving.runtime.tasks import end_tasks, first_of
@@ -39,7 +44,7 @@ class Registration:
         await self._registered.wait()
 
     async def wait_closed(self) -> None:
-        """Wait until `close`. Raises what a bug made the registration end with."""
+        """Wait until `close`. Raises NameTaken when another process took the key over."""
         await asyncio.wait((self._task,))
         if not self._task.cancelled():
             self._task.result()
@@ -87,7 +92,11 @@ class Registration:
         else:
             await self._store.renew_lease(self._lease)
         value = self._value
-        if self._put_value != value or await self._store.get(self.key) is None:
+        there = await self._store.get(self.key) if self._put_value == value else None
+        if there is not None and there.value != value:
+            self._registered.clear()
+            raise NameTaken(f"another process registered as {self.key}: give each one a name of its own")
+        if there is None:
             await self._store.put(self.key, value, lease=self._lease)
             self._put_value = value
             _log.info("registered", key=self.key)
