@@ -20,7 +20,6 @@ from evolving.core import directory_types as core
 from evolving.core.blocks import chain_names
 from evolving.core.directory import Directory
 from evolving.core.terms import NAME_BYTES, Phase, Role
-from evolving.core.terms import Tier as CoreTier
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.core.work import query_key_pairs
 from evolving.internal.v1 import planner_pb2, planner_pb2_grpc
@@ -52,12 +51,11 @@ def core_events(changes: list[Change]) -> list[core.NodeEvent]:
     """Changes as the directory takes them."""
     events: list[core.NodeEvent] = []
     for change in changes:
-        tier = CoreTier(change.tier)
         if change.run is None:
-            events.append(core.Cleared(tier))
+            events.append(core.Cleared(change.tier))
             continue
         ref = core.RunRef(change.run.first_block, b"".join(change.run.names), change.run.skip)
-        events.append(core.Stored(tier, ref) if change.stored else core.Removed(tier, ref))
+        events.append(core.Stored(change.tier, ref) if change.stored else core.Removed(change.tier, ref))
     return events
 
 

@@ -29,7 +29,7 @@ class PublicDirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
     async def GetBlock(
         self, request: directory_pb2.GetBlockRequest, context: Context
     ) -> directory_pb2.GetBlockResponse:
-        """Walks the whole index when the block starts no run."""
+        """Where a block is; see Directory.block for what it costs."""
         if len(request.name) != NAME_BYTES:
             raise InvalidRequest(f"a block's name has {NAME_BYTES} bytes, not {len(request.name)}")
         view = self._host.directory.block(request.name)

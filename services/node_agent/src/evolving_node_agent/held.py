@@ -136,7 +136,7 @@ class HeldTable:
         yield from changes
 
     def _clear(self, tier: Tier) -> Change:
-        for entry in sorted(self._in_tier(tier), key=lambda entry: -entry.depth):
+        for entry in reversed(self._in_tier(tier)):  # children first, so that each goes once nothing hangs below
             entry.tiers &= ~_bit(tier)
             self._prune(entry)
         return Change(tier, False, None)
@@ -150,6 +150,7 @@ class HeldTable:
                 at.children -= 1
 
     def _in_tier(self, tier: Tier) -> list[_Entry]:
+        """Blocks of a tier, in order of depth."""
         return sorted(
             (entry for entry in self._entries.values() if entry.tiers & _bit(tier)), key=lambda entry: entry.depth
         )

@@ -161,7 +161,12 @@ class Directory:
     # ---------------------------------------------------------------------------------------------------------- reads
 
     def block(self, name: bytes) -> BlockView | None:
-        """One block; None: no copy and no branch. May walk all runs."""
+        """One block; None: no copy and no branch. Raises InvalidArgument.
+
+        The first block of a run, and each whose depth is a multiple of 16, is found at once. Any other is searched for
+        in all runs, which takes about 16 ms at a million blocks in 10,000 runs. Its branches cost a walk over all
+        contexts' runs.
+        """
         return directory_views.block(self._state, name)
 
     def branch(self, now_s: float, tenant: str, branch_id: str) -> BranchView | None:

@@ -35,9 +35,7 @@ class Begin:
     base_name: bytes = b""  # name of block base_blocks - 1; empty when base_blocks is 0
     new_names: bytes = b""
     end_after: bool = False  # end the branch once this request is done
-    body_digest: bytes = (
-        b""  # digest of the whole request, told apart from another body under the same id; may be empty
-    )
+    body_digest: bytes = b""  # of the whole request, to tell another body under the same id; b"": not compared
 
 
 @dataclass(frozen=True, slots=True)

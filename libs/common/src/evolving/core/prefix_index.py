@@ -201,11 +201,7 @@ class PrefixIndex(RunTree):
             pieces = []
         removed = 0
         touched: list[Touched] = []
-        for (
-            found,
-            depth,
-            blocks,
-        ) in pieces:  # parents first: a later merge may take in an earlier piece, not the reverse
+        for found, depth, blocks in pieces:  # parents first: a merge takes in earlier pieces, never later ones
             run = self._cut_out(found, depth, blocks)
             self._clear(run, bit, tier, touched)
             removed += blocks

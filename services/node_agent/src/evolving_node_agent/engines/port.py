@@ -19,14 +19,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from evolving.core import terms
+
+Tier = terms.Tier
 TokenIds = npt.NDArray[np.uint32]
-
-
-class Tier(enum.IntEnum):
-    """Where a copy lies: L1 is device memory, L2 is host memory."""
-
-    L1 = 1
-    L2 = 2
 
 
 class FinishReason(enum.StrEnum):
