@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc.aio
 from etcd_process import Etcd
+from running import running
 from waiting import WAIT_S, eventually
 
 from evolving.core.terms import Phase, Role, Tier
@@ -104,19 +105,12 @@ async def directory(etcd: Etcd, **settings: object) -> AsyncIterator[Directory]:
     """A directory that is ready."""
     values = {"etcd_endpoints": etcd.endpoints, "etcd_timeout_s": 2.0, "grace_s": 2.0, "metrics_listen": ""}
     service = Service(DirectorySettings(**{**values, **settings}), SystemClock())
-    body = asyncio.create_task(run_directory(service))
-    try:
-        async with asyncio.timeout(WAIT_S):
-            while not service.ready.ready or not service.address:
-                await asyncio.sleep(0.01)
-                assert not body.done(), body.exception()
-        async with open_channel(service.address) as channel:
-            internal = directory_pb2_grpc.DirectoryServiceStub(channel)
-            yield Directory(service, channel, internal, public_grpc.DirectoryServiceStub(channel))
-    finally:
-        service.stop()
-        await body
-        await service.close()
+    async with (
+        running(service, run_directory(service), lambda: bool(service.address) and service.ready.ready),
+        open_channel(service.address) as channel,
+    ):
+        internal = directory_pb2_grpc.DirectoryServiceStub(channel)
+        yield Directory(service, channel, internal, public_grpc.DirectoryServiceStub(channel))
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -13,6 +13,7 @@ import grpc.aio
 import numpy as np
 from etcd_process import Etcd
 from planner_harness import KEYS, open_store
+from running import running
 from waiting import WAIT_S
 
 from evolving.core.blocks import chain_names, root_digest, split_names
@@ -191,21 +192,12 @@ async def agent(
     engine = MockEngine(MockConfig(node_id, **(sizes | (mock or {}))))
     engine.faults.fail_starts = fail_starts
     service = Service(NodeAgentSettings(**values), SystemClock())
-    body = asyncio.create_task(run_node_agent(service, engine))
-    try:
-        async with asyncio.timeout(WAIT_S):
-            while not service.address:
-                await asyncio.sleep(0.01)
-                assert not body.done(), body.exception()
-        async with AsyncExitStack() as stack:
-            channel = await stack.enter_async_context(open_channel(service.address))
-            store = await stack.enter_async_context(open_store(etcd))
-            stub = node_agent_pb2_grpc.NodeAgentServiceStub(channel)
-            yield Agent(service, engine, stub, store, body)
-    finally:
-        service.stop()
-        await body
-        await service.close()
+    async with (
+        running(service, run_node_agent(service, engine)) as body,
+        open_channel(service.address) as channel,
+        open_store(etcd) as store,
+    ):
+        yield Agent(service, engine, node_agent_pb2_grpc.NodeAgentServiceStub(channel), store, body)
 
 
 @dataclass

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 from etcd_process import Etcd, free_ports
+from running import running
 from waiting import WAIT_S
 
 from evolving.internal.v1 import planner_pb2_grpc as internal_grpc
@@ -110,18 +111,8 @@ async def planner(etcd: Etcd, **settings: object) -> AsyncIterator[tuple[Service
     """A planner in this loop, serving."""
     values = {"etcd_endpoints": etcd.endpoints, "etcd_timeout_s": 2.0, "leader_ttl_s": 2.0, "grace_s": 2.0, **settings}
     service = Service(PlannerSettings(**values), SystemClock())
-    body = asyncio.create_task(run_planner(service))
-    try:
-        async with asyncio.timeout(WAIT_S):
-            while not service.address:
-                await asyncio.sleep(0.01)
-                assert not body.done(), body.exception()
-        async with client(service.address) as stubs:
-            yield service, stubs
-    finally:
-        service.stop()
-        await body
-        await service.close()
+    async with running(service, run_planner(service)), client(service.address) as stubs:
+        yield service, stubs
 
 
 @dataclass

@@ -50,19 +50,26 @@ async def test_a_rolling_restart(cluster: LocalCluster, addresses: list[str]) ->
 
 async def test_a_decode_node_that_freezes_costs_a_pause(cluster: LocalCluster, addresses: list[str]) -> None:
     prompt, tokens, victim = range(7, 300), 1_500, ""
-    async with Client(*addresses, timeout_s=45) as client:
-        received = 0
-        async for event in client.generate(token_ids=prompt, max_tokens=tokens, ignore_eos=True):
-            if isinstance(event, Tokens):
-                received += len(event.token_ids)
-                if received >= 20 and not victim:
-                    (victim,) = (name for name, status in (await node_status(cluster)).items() if status.decoding)
-                    cluster.kill(victim, signal.SIGSTOP)
-            if isinstance(event, Finished):
-                assert event.output_token_ids == output_of(prompt, tokens)
-                assert (event.attempts, event.reconnects) == (1, 0)
-                assert event.decode_node_id != victim
-    cluster.kill(victim, signal.SIGCONT)
+    finished = None
+    try:
+        async with Client(*addresses, timeout_s=45) as client:
+            received = 0
+            async for event in client.generate(token_ids=prompt, max_tokens=tokens, ignore_eos=True):
+                if isinstance(event, Tokens):
+                    received += len(event.token_ids)
+                    if received >= 20 and not victim:
+                        (victim,) = (name for name, status in (await node_status(cluster)).items() if status.decoding)
+                        cluster.kill(victim, signal.SIGSTOP)
+                if isinstance(event, Finished):
+                    finished = event
+    finally:
+        if victim:
+            cluster.kill(victim, signal.SIGCONT)
+    assert victim, "nothing was frozen"
+    assert finished is not None
+    assert finished.output_token_ids == output_of(prompt, tokens)
+    assert (finished.attempts, finished.reconnects) == (1, 0)
+    assert finished.decode_node_id != victim
 
 
 async def test_etcd_goes_away_and_comes_back(cluster: LocalCluster, addresses: list[str]) -> None:

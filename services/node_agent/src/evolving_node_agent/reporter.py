@@ -112,6 +112,10 @@ class DirectoryReporter:
         self._outbox.put(Entry(ref.key, message, needs, self.clock.now_s()))
         self._flush()
 
+    @property
+    def _writable(self) -> bool:
+        return self._stream is not None and self._stream.writable
+
     def _flush(self) -> None:
         if self._stream is not None and self._stream.writable:
             for entry in self._outbox.take(self.held.holds, self._sequence, self.clock.now_s()):
@@ -124,8 +128,8 @@ class DirectoryReporter:
         """Send what waited long enough for its block, for ever."""
         while True:
             self._filled.clear()
-            due_s = self._outbox.next_wakeup_s()
-            if due_s is None or self._stream is None or not self._stream.writable:
+            due_s = self._outbox.next_wakeup_s() if self._writable else None
+            if due_s is None:
                 await self._filled.wait()
                 continue
             await self.clock.sleep(due_s - self.clock.now_s())
