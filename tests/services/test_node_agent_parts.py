@@ -36,7 +36,7 @@ from evolving_node_agent.held import RUN_BLOCKS_MAX, Change, HeldTable
 from evolving_node_agent.outbox import Entry, Outbox
 from evolving_node_agent.restart import RestartConfig, RestartPolicy
 from evolving_node_agent.roles import RoleWatch
-from evolving_node_agent.waits import LegSize, new_tokens_per_iteration, wait_s
+from evolving_node_agent.waits import LegSize, RestoredShare, new_tokens_per_iteration, wait_s
 from evolving_node_agent.work import WorkReporter, decode_sample, prefill_sample
 
 # -- held blocks ↔ the anchored form, read back by the directory itself
@@ -376,6 +376,19 @@ def test_a_decoding_batch_slows_each_prefill_iteration() -> None:
     waiting = {"q": LegSize(300, 0)}
     difference = wait_s(busy, waiting, {}, PREFILL, DECODE, 100) - wait_s(idle, waiting, {}, PREFILL, DECODE, 100)
     assert difference == pytest.approx(3 * DECODE.decode_iteration_s(4))
+
+
+def test_what_a_queued_leg_reuses_is_restored_in_part() -> None:
+    """c3·t_rst with t_rst = ρ·t_c; a running leg restored its part before its first token was computed."""
+    restoring = PrefillCoefficients(0.01, 1e-3, 1e-6, c3_s=1e-4)
+    share = RestoredShare()
+    assert share.value == 0.0
+    share.add(CachedTokens(l1=60, l2=10, peer=30))
+    share.add(CachedTokens(l1=100))
+    waiting, running = {"q": LegSize(80, 0)}, {"r": LegSize(300, 0)}
+    status = EngineStatus(queued={"q": 50}, prefilling={"r": 100})
+    plain = wait_s(status, waiting, running, PREFILL, DECODE, 100)
+    assert wait_s(status, waiting, running, restoring, DECODE, 100, share.value) == pytest.approx(plain + 1e-4 * 6)
 
 
 def test_waits_grow_with_the_queue() -> None:

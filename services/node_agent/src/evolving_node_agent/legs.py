@@ -62,7 +62,7 @@ class PrefillRun:
             taken = node_agent_pb2.PrefillTaken(queue_s=event.queue_s, fetch_s=event.fetch_s)
             return node_agent_pb2.PrefillResponse(taken=taken)
         if isinstance(event, Prefilled):
-            self._node.leg_prefilled(self._job.leg_id)
+            self._node.leg_prefilled(self._job.leg_id, event.cached)
             self._report(event)
             return node_agent_pb2.PrefillResponse(
                 prefilled=node_agent_pb2.Prefilled(

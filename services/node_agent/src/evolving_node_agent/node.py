@@ -11,10 +11,10 @@ from evolving.internal.v1 import node_agent_pb2
 from evolving.runtime.clock import Clock
 from evolving.runtime.tasks import first_of
 from evolving.v1 import common_pb2
-from evolving_node_agent.engines.port import Engine, EngineInfo, EngineStatus
+from evolving_node_agent.engines.port import CachedTokens, Engine, EngineInfo, EngineStatus
 from evolving_node_agent.errors import EngineIsDown
 from evolving_node_agent.roles import RoleWatch
-from evolving_node_agent.waits import LegSize, new_tokens_per_iteration, wait_s
+from evolving_node_agent.waits import LegSize, RestoredShare, new_tokens_per_iteration, wait_s
 
 PUSH_MIN_S = 0.05  # between two pushes to one watcher
 PUSH_MAX_S = 1.0  # without a change
@@ -35,6 +35,7 @@ class Node:
         self.registered = False
         self.waiting: dict[str, LegSize] = {}  # prefill legs not taken yet
         self.running: dict[str, LegSize] = {}  # prefill legs taken and not prefilled
+        self._restored_share = RestoredShare()
         self._info: EngineInfo | None = None
         self._clock = clock
         self._watchers: set[asyncio.Event] = set()
@@ -90,9 +91,10 @@ class Node:
         self.running[leg_id] = self.waiting.pop(leg_id)
         self.notify()
 
-    def leg_prefilled(self, leg_id: str) -> None:
-        """Its prompt is computed."""
-        self.running.pop(leg_id, None)
+    def leg_prefilled(self, leg_id: str, cached: CachedTokens) -> None:
+        """Its prompt is computed but for what was reused."""
+        del self.running[leg_id]
+        self._restored_share.add(cached)
         self.notify()
 
     def wait_s(self) -> float:
@@ -105,6 +107,7 @@ class Node:
             self.prefill_coefficients,
             self.decode_coefficients,
             chunk_tokens,
+            self._restored_share.value,
         )
 
     # -- being watched

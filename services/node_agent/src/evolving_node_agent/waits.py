@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.core.work import PrefillWork, node_wait_s
-from evolving_node_agent.engines.port import EngineStatus
+from evolving_node_agent.engines.port import CachedTokens, EngineStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,24 @@ def new_tokens_per_iteration(status: EngineStatus) -> float:
     return status.prefill_tokens / status.prefill_iterations if status.prefill_iterations else 0.0
 
 
+class RestoredShare:
+    """ρ: share of reused prompt tokens that came from host memory, by all prefilled legs; 0 until one reused any."""
+
+    def __init__(self) -> None:
+        self._cached_tokens = 0
+        self._restored_tokens = 0
+
+    def add(self, cached: CachedTokens) -> None:
+        """A leg is prefilled."""
+        self._cached_tokens += cached.total
+        self._restored_tokens += cached.restored
+
+    @property
+    def value(self) -> float:
+        """ρ now, in [0, 1]."""
+        return self._restored_tokens / self._cached_tokens if self._cached_tokens else 0.0
+
+
 def wait_s(
     status: EngineStatus,
     waiting: Mapping[str, LegSize],
@@ -30,16 +48,17 @@ def wait_s(
     prefill: PrefillCoefficients,
     decode: DecodeCoefficients,
     chunk_tokens: int,
+    restored_share: float = 0.0,
 ) -> float:
     """Seconds until a leg queued now would be taken.
 
     waiting: legs not taken yet; one the engine doesn't list is on its way to it and counts with what the gateway
-    expected. running: legs taken and not prefilled. While a batch decodes, each prefill iteration also carries one
-    decode iteration.
+    expected. running: legs taken and not prefilled; what they reuse is restored already. restored_share: ρ, for what
+    the waiting ones will reuse. While a batch decodes, an iteration of it goes with each prefill iteration.
     """
     started = [_work(running[leg], left) for leg, left in status.prefilling.items() if leg in running]
     queued = [
-        _work(size, status.queued.get(leg, size.prompt_tokens - size.expected_cached_tokens))
+        _work(size, status.queued.get(leg, size.prompt_tokens - size.expected_cached_tokens), restored_share)
         for leg, size in waiting.items()
     ]
     if not started and not queued:
@@ -53,6 +72,7 @@ def wait_s(
     return total_s
 
 
-def _work(size: LegSize, uncached_tokens: int) -> PrefillWork:
+def _work(size: LegSize, uncached_tokens: int, restored_share: float = 0.0) -> PrefillWork:
     uncached = min(max(uncached_tokens, 0), size.prompt_tokens)
-    return PrefillWork(uncached, size.prompt_tokens - uncached)
+    cached = size.prompt_tokens - uncached
+    return PrefillWork(uncached, cached, round(restored_share * cached))

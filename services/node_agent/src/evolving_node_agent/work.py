@@ -39,7 +39,7 @@ def prefill_sample(request_id: str, tokens: int, cached: CachedTokens, service_s
             phase=common_pb2.PHASE_PREFILL,
             uncached_tokens=uncached,
             cached_tokens=cached.total,
-            restored_tokens=cached.l2 + cached.peer,
+            restored_tokens=cached.restored,
             query_key_pairs=query_key_pairs(uncached, cached.total),
             service_s=service_s,
         ),

@@ -90,6 +90,11 @@ class CachedTokens:
         """All reused prompt tokens."""
         return self.l1 + self.l2 + self.peer
 
+    @property
+    def restored(self) -> int:
+        """t_rst: those brought from host memory into device memory, a peer's by way of the node's own."""
+        return self.l2 + self.peer
+
 
 @dataclass(frozen=True, slots=True)
 class Taken:

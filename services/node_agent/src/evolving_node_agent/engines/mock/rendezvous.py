@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from evolving.runtime.clock import Clock
+from evolving.runtime.tasks import first_of
 from evolving_node_agent.engines.mock.legs import PrefillLeg
 
 
@@ -36,12 +37,8 @@ class Rendezvous:
         if transfer_id in self._legs:
             return self._legs[transfer_id]
         arrived = self._arrivals.setdefault(transfer_id, asyncio.Event())
-        deadline = asyncio.create_task(self._clock.sleep(self._patience_s))
-        waiting = asyncio.create_task(arrived.wait())
         try:
-            await asyncio.wait({deadline, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            await first_of(arrived.wait(), self._clock.sleep(self._patience_s))
         finally:
-            deadline.cancel()
-            waiting.cancel()
             self._arrivals.pop(transfer_id, None)
         return self._legs.get(transfer_id)
