@@ -17,6 +17,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _LOG_TAIL_BYTES = 6000
 _GROUP_POLL_S = 0.02
+_SWEEPS_MAX = 250
 
 
 @dataclass(slots=True)
@@ -55,8 +56,11 @@ class EngineProcess:
         return status
 
     async def sweep(self) -> None:
-        """Kill what the leader left in its group, and wait until the group is empty."""
-        while True:
+        """Kill what the leader left in its group, and wait until the group is empty.
+
+        A process that is dead but that nobody reaps counts as one for ever, hence the limit.
+        """
+        for _ in range(_SWEEPS_MAX):
             try:
                 os.killpg(self.pid, signal.SIGKILL)
             except ProcessLookupError:

@@ -29,8 +29,6 @@ class _Source(Protocol):
 
     async def confirm(self, transfer_s: float) -> None: ...
 
-    def started(self) -> None: ...
-
     def release(self, reason: str) -> None: ...
 
 
@@ -86,10 +84,9 @@ async def _run(service: Service, leg: DecodeLeg, source: _Source) -> None:
     await source.read(pulled.pages)
     transfer_s = time.monotonic() - began_s
     await source.confirm(transfer_s)
-    service.report(m.LegStarted(leg.leg_id, transfer_s, cached_tokens=cached_tokens, first_token=pulled.first_token))
-    if not await service.inbox.call(lambda: service.desk.start_decode(leg, pulled.first_token)):
+    started = m.LegStarted(leg.leg_id, transfer_s, cached_tokens=cached_tokens, first_token=pulled.first_token)
+    if not await service.inbox.call(lambda: service.desk.start_decode(leg, started)):
         raise SourceLost("the prefill leg ended")
-    source.started()
     await leg.ended
 
 
@@ -124,11 +121,6 @@ class _Local:
     async def confirm(self, transfer_s: float) -> None:
         """`start_decode` finds out whether it is still there."""
 
-    def started(self) -> None:
-        """The KV is the decode leg's now."""
-        if not self._source.handed_over.done():
-            self._source.handed_over.set_result((0.0, 0))
-
     def release(self, reason: str) -> None:
         self._service.handover.lose(self._source, reason)
 
@@ -160,9 +152,6 @@ class _Remote:
 
     async def confirm(self, transfer_s: float) -> None:
         await self._peer.ask(Landed(self._leg.transfer_id, transfer_s, self._bytes), Done)
-
-    def started(self) -> None:
-        """The prefill leg ended with `confirm`."""
 
     def release(self, reason: str) -> None:
         self._peer.tell(Release(self._leg.transfer_id, reason))

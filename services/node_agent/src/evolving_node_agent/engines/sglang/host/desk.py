@@ -122,20 +122,22 @@ class Desk:
             self.resolve(leg.reserved, cached_tokens)
         self.flush()
 
-    def start_decode(self, leg: DecodeLeg, first_token: int) -> bool:
+    def start_decode(self, leg: DecodeLeg, started: m.LegStarted) -> bool:
         """All prompt KV is here: join the running batch. False: the leg, or its KV, is gone."""
         if leg.rid not in self.decodes or leg.aborted:
             return False
-        if leg.local is not None and not self.reservations.take_over(leg):
-            return False
         if leg.local is not None:
+            if not self.reservations.take_over(leg):
+                return False
             self.prefills.pop(leg.local.rid, None)
+            self.resolve(leg.local.handed_over, (0.0, 0))
         request = leg.request
-        request.output_ids.append(first_token)
+        request.output_ids.append(started.first_token)
         request.refresh_fill_ids()
         request.extend_end = request.kv.kv_committed_len
         leg.running = True
         self._landed.append(request)
+        self.report(started)
         return True
 
     def take_landed(self) -> list[Any]:
@@ -181,7 +183,7 @@ class Desk:
         token = int(request.output_ids[-1])
         cached = leg.cached(int(request.cached_tokens_device), int(request.cached_tokens_host))
         self.report(m.LegPrefilled(leg.leg_id, token, cached=cached, prefill_s=now_s - leg.taken_s, finish=finish))
-        self.resolve(leg.first, FirstToken(token=token, finish=finish, at_s=now_s))
+        self.resolve(leg.first, FirstToken(token=token, finish=finish))
         if finish is not None:
             leg.phase = Phase.OVER
             self.prefills.pop(leg.rid, None)

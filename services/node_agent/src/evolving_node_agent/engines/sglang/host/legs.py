@@ -32,7 +32,6 @@ class FirstToken:
 
     token: int
     finish: FinishReason | None
-    at_s: float
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

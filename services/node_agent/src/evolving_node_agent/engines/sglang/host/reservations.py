@@ -22,9 +22,6 @@ class Reservations:
         self._slots = slots
         self._waiting: list[DecodeLeg] = []
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
     def wait(self, leg: DecodeLeg) -> None:
         """Queue the leg."""
         self._waiting.append(leg)
