@@ -136,25 +136,6 @@ def test_a_node_that_comes_back_is_asked_for_what_was_missed(directory: Director
         directory.resync_begin(0.0, "q", "1")
 
 
-@pytest.mark.parametrize(
-    "event",
-    [
-        Begin("t", "", "r"),
-        Begin("t", "b", ""),
-        Begin("t", "b", "r", version=-1),
-        Begin("t", "b", "r", new_names=bytes(15)),
-        Begin("t", "b", "r", base_blocks=-1),
-        Begin("t", "b", "r", base_blocks=1),
-        Begin("t", "b", "r", base_name=NAMES[:NAME_BYTES]),
-    ],
-)
-def test_what_is_no_begin_is_refused_and_changes_nothing(directory: Directory, event: Begin) -> None:
-    with pytest.raises(InvalidArgument):
-        directory.begin(0.0, event)
-    assert directory.stats().live_branches == 0
-    directory.check_invariants()
-
-
 @pytest.mark.parametrize("name", [entry.name for entry in fields(DirectoryConfig) if entry.name != "decode_to_prefill"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_a_configuration_out_of_range_is_refused(name: str, value: int) -> None:
