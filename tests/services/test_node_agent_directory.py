@@ -24,9 +24,15 @@ from evolving.core import directory_types as core
 from evolving.core.directory import Directory
 from evolving.core.terms import Phase
 from evolving.internal.v1 import directory_pb2
+from evolving.runtime.clock import ManualClock
+from evolving.runtime.metrics import Metrics
+from evolving.runtime.tasks import end_tasks
 from evolving.v1 import common_pb2, gateway_pb2
 from evolving.wire.directory import node_events_from_proto
+from evolving_node_agent import reports
+from evolving_node_agent.engines.mock import MockConfig, MockEngine
 from evolving_node_agent.engines.port import Tier
+from evolving_node_agent.reporter import DirectoryReporter
 
 BRANCH = {"branch_id": "b", "version": 3}
 
@@ -303,3 +309,29 @@ async def test_serving_never_waits_for_the_directory(etcd: Etcd) -> None:
         async with scripted_directory(etcd) as directory:
             await directory.until(lambda: len(directory.events) >= 10)
             assert len(directory.events) == 10
+
+
+class _CountingClock(ManualClock):
+    sleeps = 0
+
+    async def sleep(self, duration_s: float) -> None:
+        self.sleeps += 1
+        await super().sleep(duration_s)
+
+
+class _Ending:
+    """A stream on which nothing can be sent any more and that the directory hasn't closed yet."""
+
+    writable = False
+
+
+async def test_a_report_that_is_due_costs_nothing_while_its_stream_ends() -> None:
+    clock = _CountingClock()
+    reporter = DirectoryReporter("p0", "n0", MockEngine(MockConfig("n0")), clock, None, 10, Metrics())
+    reporter._stream = _Ending()  # type: ignore[assignment]
+    ref = reports.RequestRef("t", "b", 1, "r")
+    reporter.tell(ref, reports.landed(ref, Phase.PREFILL, 1), needs=bytes(16))
+    late = asyncio.create_task(reporter.flush_late())
+    await clock.advance(10.0)
+    await end_tasks(late)
+    assert clock.sleeps == 0, "it waits for a stream, not for time"
