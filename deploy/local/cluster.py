@@ -281,6 +281,10 @@ class LocalCluster:
         if child and signal_number == signal.SIGKILL:
             child.wait()
 
+    def wait_ended(self, name: str) -> int:
+        """The exit status of a process that was told to end. Raises TimeoutExpired some time after its grace period."""
+        return self._children[name].wait(self.spec.grace_s + 10)
+
     def stop(self) -> list[str]:
         """Stop all: everything else drains before etcd goes. Returns those that had to be killed."""
         killed = []

@@ -42,7 +42,7 @@ async def test_a_rolling_restart(cluster: LocalCluster, addresses: list[str]) ->
             await progress(load)
             for name in batch:
                 cluster.kill(name, signal.SIGTERM)
-            waits = (asyncio.to_thread(cluster._children[name].wait, cluster.spec.grace_s + 5) for name in batch)
+            waits = (asyncio.to_thread(cluster.wait_ended, name) for name in batch)
             assert await asyncio.gather(*waits) == [0] * len(batch)
             await restart(cluster, *batch)
     worked(load)
@@ -106,5 +106,5 @@ async def test_a_client_without_patience_learns_of_a_gateway_that_stops(
         running = asyncio.create_task(client.generate(token_ids=prompt, max_tokens=2_000, ignore_eos=True).finish())
         cluster.kill("gateway", signal.SIGTERM)
         assert (await running).output_token_ids == output_of(prompt, 2_000)
-    await asyncio.to_thread(cluster._children["gateway"].wait, cluster.spec.grace_s + 5)
+    await asyncio.to_thread(cluster.wait_ended, "gateway")
     await restart(cluster, "gateway")

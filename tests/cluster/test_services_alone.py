@@ -78,8 +78,7 @@ def test_without_etcd_it_lives_and_is_not_ready_and_stops_in_time(kind: str, clu
     assert not cluster.serving(kind)
     group = process.pid
     os.kill(process.pid, signal.SIGTERM)
-    child = cluster._children[kind]
-    assert child.wait(timeout=cluster.spec.grace_s + 10) == 0, cluster.log_tail(kind)
+    assert cluster.wait_ended(kind) == 0, cluster.log_tail(kind)
     with pytest.raises(ProcessLookupError):
         os.killpg(group, 0)
     assert kernel_start(process.pid) is None
