@@ -44,7 +44,7 @@ The cluster is up. Try:
   {BIN}/evolvectl status
   {BIN}/evolvectl generate "The capital of France is"
   {BIN}/evolvectl split set node-b=decode --reason "trying it"
-or from Python:
+or from Python ({BIN}/python -m asyncio):
   from evolving_client import Client
   async with Client("{cluster.gateway_address}") as client:
       branch = client.branch()

@@ -11,7 +11,7 @@ from evolving.runtime.settings import ServiceSettings
 
 
 class DirectorySettings(ServiceSettings):
-    """What a directory is started with."""
+    """Where the KV blocks of a cluster are, and how many branches need them there."""
 
     service: ClassVar[str] = "directory"
 

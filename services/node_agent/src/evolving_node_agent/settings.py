@@ -10,7 +10,7 @@ from evolving.runtime.settings import ServiceSettings
 
 
 class NodeAgentSettings(ServiceSettings):
-    """What a node agent is started with. Sizes of 0 take the engine's own default."""
+    """One engine and its node in the cluster. Sizes of 0 take the engine's own default."""
 
     service: ClassVar[str] = "node_agent"
 

@@ -12,7 +12,7 @@ from evolving.runtime.settings import ServiceSettings
 
 
 class PlannerSettings(ServiceSettings):
-    """What a planner is started with."""
+    """The split of a cluster: which nodes prefill and which decode."""
 
     service: ClassVar[str] = "planner"
 

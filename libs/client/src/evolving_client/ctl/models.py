@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 
 from evolving.v1 import gateway_pb2
@@ -10,10 +12,10 @@ from evolving_client.client import Client
 from evolving_client.context import Message
 from evolving_client.ctl import output
 from evolving_client.ctl.cluster import Cluster
-from evolving_client.ctl.failure import from_error, usage
+from evolving_client.ctl.failure import from_error, unreachable, usage
 from evolving_client.ctl.plain import Plain
 from evolving_client.errors import EvolvingError
-from evolving_client.events import Finished, Tokens
+from evolving_client.events import Event, Finished, Tokens
 from evolving_client.options import GenerateOptions
 
 
@@ -71,24 +73,45 @@ def print_models(answer: gateway_pb2.ListModelsResponse) -> None:
 
 
 async def generate(cluster: Cluster, ask: Ask, *, stream: bool) -> Finished:
-    """Generate, writing the output to stdout as it comes when `stream` is set: text, or ids for ids. Raises Failure."""
+    """Generate, writing the output to stdout as it comes when `stream` is set: text, or ids for ids.
+
+    The time limit is one between events: a long output is no reason to give up. Raises Failure.
+    """
     addresses = await cluster.addresses("gateway")
     options = cluster.options
+    what, written = f"the gateway at {', '.join(addresses)}", False
     sampling: GenerateOptions = {"max_tokens": ask.max_tokens, "temperature": ask.temperature}
-    async with Client(*addresses, token=options.token, model=ask.model, timeout_s=options.timeout_s) as client:
+    async with Client(*addresses, token=options.token, model=ask.model) as client:
         try:
             source = client.branch(ask.branch_id) if ask.branch_id else client
             generation = source.generate(messages=ask.messages, text=ask.text, token_ids=ask.token_ids, **sampling)
-            async for event in generation:
+            async for event in _within(options.timeout_s, generation):
                 if isinstance(event, Tokens) and stream:
+                    written = True
                     ids = "".join(f"{token_id} " for token_id in event.token_ids)
                     sys.stdout.write(event.text if ask.token_ids is None else ids)
                     sys.stdout.flush()
                 if isinstance(event, Finished):
                     return event
-        except EvolvingError as error:
-            raise from_error(error, f"the gateway at {', '.join(addresses)}", options.timeout_s) from error
+        except (EvolvingError, TimeoutError) as error:
+            if written:
+                sys.stdout.write("\n")  # the line about the failure stands alone
+                sys.stdout.flush()
+            if isinstance(error, EvolvingError):
+                raise from_error(error, what, options.timeout_s) from error
+            raise unreachable(f"{what} sent nothing for {options.timeout_s:g} s; try a longer --timeout-s") from error
     raise AssertionError("a generation ends with its result or an error")
+
+
+async def _within(limit_s: float, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+    """The events. Raises TimeoutError when the next one takes longer than this."""
+    while True:
+        try:
+            async with asyncio.timeout(limit_s):
+                event = await anext(events)
+        except StopAsyncIteration:
+            return
+        yield event
 
 
 def as_json(finished: Finished) -> Plain:

@@ -138,6 +138,7 @@ def _choices(annotation: Any) -> list[str]:
 def _unit(name: str) -> str:
     """What to show as a flag's value: its unit where the name ends in one."""
     for suffix, unit in (
+        ("_per_s", "PER-SECOND"),
         ("_s", "SECONDS"),
         ("_ms", "MILLISECONDS"),
         ("_bytes", "BYTES"),
