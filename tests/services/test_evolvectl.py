@@ -202,6 +202,15 @@ def test_nobody_at_an_address_is_unreachable() -> None:
         assert gone in one_line(outcome)
 
 
+@pytest.mark.parametrize("command", [["models"], ["generate", "Hello"]])
+def test_a_refused_connection_is_called_one_and_not_a_matter_of_patience(command: Sequence[str]) -> None:
+    gone = nobody()
+    line = one_line(evolvectl("--timeout-s", "2", "--gateway", gone, *command))
+    assert f"the gateway at {gone} refused the connection" in line
+    assert "evolvectl status" in line
+    assert "--timeout-s" not in line
+
+
 def test_the_token_travels(planner: ScriptedPlanner, planner_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     evolvectl("--planner", planner_address, "--token", "one", "split", "show")
     monkeypatch.setenv("EVOLVING_TOKEN", "two")

@@ -17,6 +17,7 @@ from evolving_client.ctl.plain import Plain
 from evolving_client.errors import EvolvingError
 from evolving_client.events import Event, Finished, Tokens
 from evolving_client.options import GenerateOptions
+from evolving_client.retry import RetryPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,8 @@ async def generate(cluster: Cluster, ask: Ask, *, stream: bool) -> Finished:
     options = cluster.options
     what, written = f"the gateway at {', '.join(addresses)}", False
     sampling: GenerateOptions = {"max_tokens": ask.max_tokens, "temperature": ask.temperature}
-    async with Client(*addresses, token=options.token, model=ask.model) as client:
+    retry = _policy(options.timeout_s, len(addresses))
+    async with Client(*addresses, token=options.token, model=ask.model, retry=retry) as client:
         try:
             source = client.branch(ask.branch_id) if ask.branch_id else client
             generation = source.generate(messages=ask.messages, text=ask.text, token_ids=ask.token_ids, **sampling)
@@ -99,8 +101,18 @@ async def generate(cluster: Cluster, ask: Ask, *, stream: bool) -> Finished:
                 sys.stdout.flush()
             if isinstance(error, EvolvingError):
                 raise from_error(error, what, options.timeout_s) from error
-            raise unreachable(f"{what} sent nothing for {options.timeout_s:g} s; try a longer --timeout-s") from error
+            raise unreachable(
+                f"{what} sent nothing for {options.timeout_s:g} s; see that it runs with evolvectl status, "
+                "or try a longer --timeout-s"
+            ) from error
     raise AssertionError("a generation ends with its result or an error")
+
+
+def _policy(limit_s: float, gateways: int) -> RetryPolicy:
+    """Retries that are over before the time limit is, so that what is reported is why they failed."""
+    failures = 6 * gateways
+    longest_s = limit_s / (2 * failures)
+    return RetryPolicy(max_failures=failures, initial_backoff_s=min(0.1, longest_s), max_backoff_s=longest_s)
 
 
 async def _within(limit_s: float, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
