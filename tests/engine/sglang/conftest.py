@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,16 @@ async def running(directory: Path, *names: str, **overrides: Any) -> AsyncIterat
     finally:
         await asyncio.gather(*(engine.stop(0) for engine in engines.values()))
         await asyncio.gather(*listeners)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Engines run where nothing can be compiled, as in their image."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("CC", "CXX", "CUDAHOSTCXX"):
+            patch.setenv(name, "/nowhere/compiler")
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
+        yield
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

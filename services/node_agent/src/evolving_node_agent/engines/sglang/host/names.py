@@ -11,6 +11,8 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from evolving_node_agent.engines.port import TokenIds
 from evolving_node_agent.engines.sglang.translate import NAME_BYTES
 
@@ -44,3 +46,25 @@ def chain_seed(upstream: Callable[[str | None, str | None], str | None], *key: A
     if extra_key is not None and extra_key.startswith(_NAMESPACE):
         return str(extra_key[len(_NAMESPACE) :])
     return upstream(*key)
+
+
+def page_hashes(
+    upstream: Callable[..., str | list[str]], token_ids: Any, prior_digest: bytes | None, page_size: int | None = None
+) -> str | list[str]:
+    """SGLang's page hash, 64 hex digits a page of `page_size` ids (the last may be shorter); of all ids when None.
+
+    Upstream builds a C++ extension when the first hash is wanted: that takes a compiler the machine may not have, and
+    ten seconds of the scheduler's thread. Keys that are no plain ids (bigrams of speculative decoding) stay upstream's.
+    """
+    raw = getattr(token_ids, "raw_token_ids", None)
+    ids = raw() if raw is not None else getattr(token_ids, "token_ids", token_ids)
+    if getattr(token_ids, "is_bigram", False) or (len(ids) > 0 and isinstance(ids[0], tuple)):
+        return upstream(token_ids, prior_digest, page_size)
+    words = np.asarray(ids[: len(token_ids)], dtype=np.int64)
+    assert not words.size or 0 <= words.min() <= words.max() < 1 << 32, "token ids fit 32 bits"
+    data, previous, hashes = memoryview(words.astype("<u4").tobytes()), prior_digest or b"", []
+    width = 4 * page_size if page_size else max(1, len(data))
+    for start in range(0, max(1, len(data)) if page_size is None else len(data), width):
+        previous = hashlib.sha256(previous + data[start : start + width]).digest()
+        hashes.append(previous.hex())
+    return hashes if page_size else hashes[0]

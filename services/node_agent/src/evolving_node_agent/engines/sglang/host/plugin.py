@@ -25,7 +25,7 @@ def register() -> None:
 
     from .eviction import BranchCountStrategy
     from .launch import EVICTION_POLICY
-    from .names import chain_seed
+    from .names import chain_seed, page_hashes
     from .scheduler import NodeScheduler
 
     config, inbox = _active[-1]
@@ -37,5 +37,6 @@ def register() -> None:
     cache_utils._EVICTION_POLICY_FACTORIES[EVICTION_POLICY] = BranchCountStrategy
     add_radix_eviction_policy_choices([EVICTION_POLICY])
     HookRegistry.register("sglang.srt.mem_cache.utils.storage_namespace_seed", chain_seed, HookType.AROUND)
+    HookRegistry.register("sglang.srt.mem_cache.utils.get_native_hash", page_hashes, HookType.AROUND)
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler", NodeScheduler, HookType.REPLACE)
     HookRegistry.register("sglang.srt.managers.scheduler.dispatch_event_loop", NodeScheduler.run_loop, HookType.REPLACE)
