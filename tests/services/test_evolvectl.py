@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -217,6 +218,31 @@ def test_the_token_travels(planner: ScriptedPlanner, planner_address: str, monke
     monkeypatch.setenv("EVOLVING_PLANNER", planner_address)
     evolvectl("split", "show")
     assert planner.authorizations == ["Bearer one", "Bearer two"]
+
+
+def test_the_token_is_read_from_a_file(
+    planner: ScriptedPlanner, planner_address: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kept = tmp_path / "cluster.token"
+    kept.write_text("three\n")
+    evolvectl("--planner", planner_address, "split", "show", "--token-file", str(kept))
+    monkeypatch.setenv("EVOLVING_TOKEN_FILE", str(kept))
+    evolvectl("--planner", planner_address, "split", "show")
+    evolvectl("--planner", planner_address, "split", "show", "--token", "four")
+    assert planner.authorizations == ["Bearer three", "Bearer three", "Bearer four"]
+
+
+@pytest.mark.parametrize("content", [None, b"", b" \n", b"\xff\xfe"])
+def test_a_file_that_holds_no_token_is_wrong_usage(
+    planner: ScriptedPlanner, planner_address: str, tmp_path: Path, content: bytes | None
+) -> None:
+    kept = tmp_path / "cluster.token"
+    if content is not None:
+        kept.write_bytes(content)
+    outcome = evolvectl("--planner", planner_address, "--token-file", str(kept), "split", "show")
+    assert outcome.code == 2
+    assert str(kept) in one_line(outcome)
+    assert not planner.requests
 
 
 def decision(number: int) -> planner_pb2.Decision:

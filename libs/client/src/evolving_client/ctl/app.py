@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -13,7 +14,7 @@ from typer.core import TyperGroup
 
 from evolving_client.ctl import directory, models, output, split, status
 from evolving_client.ctl.cluster import Cluster, Options
-from evolving_client.ctl.failure import Failure, refused, unreachable
+from evolving_client.ctl.failure import Failure, refused, unreachable, usage
 from evolving_client.ctl.plain import plain
 from evolving_client.events import Finished
 
@@ -53,9 +54,8 @@ class _GlobalOptionsAnywhere(TyperGroup):
     """Lets the group's own options also follow the command: `evolvectl status --json`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        own = [param for param in self.params if param.name in Options.__dataclass_fields__]
-        flags = frozenset(opt for param in own if getattr(param, "is_flag", False) for opt in param.opts)
-        with_value = frozenset(opt for param in own for opt in param.opts) - flags
+        flags = frozenset(opt for param in self.params if getattr(param, "is_flag", False) for opt in param.opts)
+        with_value = frozenset(opt for param in self.params for opt in param.opts) - flags
         return super().parse_args(ctx, global_first(args, with_value, flags))
 
 
@@ -91,6 +91,9 @@ def _global(
     token: Annotated[
         str, typer.Option(envvar="EVOLVING_TOKEN", help="bearer token, where the cluster has credentials")
     ] = "",
+    token_file: Annotated[
+        Path | None, typer.Option(envvar="EVOLVING_TOKEN_FILE", help="file holding the token; --token wins over it")
+    ] = None,
     timeout_s: Annotated[
         float, typer.Option("--timeout-s", envvar="EVOLVING_TIMEOUT_S", min=0.01, help="longest wait, seconds")
     ] = 10.0,
@@ -103,10 +106,24 @@ def _global(
         etcd=etcd,
         prefix=prefix,
         partition=partition,
-        token=token or None,
+        token=token or _token_in(token_file),
         timeout_s=timeout_s,
         json=json,
     )
+
+
+def _token_in(path: Path | None) -> str | None:
+    """The token a file holds, if one is given."""
+    if path is None:
+        return None
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        _fail(usage(f"--token-file: {path} can't be read ({error}); give a text file"))
+        raise AssertionError("unreachable") from error
+    if not token:
+        _fail(usage(f"--token-file: {path} is empty; put the token in it"))
+    return token
 
 
 @app.command("status")

@@ -51,9 +51,10 @@ def from_error(error: EvolvingError, what: str, timeout_s: float) -> Failure:
             return unreachable(f"{what} can't serve yet: {error}; see evolvectl status")
         if "Connection refused" in str(error):  # as the system words it, inside gRPC's message
             return unreachable(
-                f"{what} refused the connection: nothing listens there; start it, or find one that runs: evolvectl status"
+                f"{what} refused the connection: nothing listens there; "
+                "start it, or find one that runs: evolvectl status"
             )
         return unreachable(f"{what} can't be reached; see that it runs: evolvectl status")
     if isinstance(error, Unauthenticated):
-        return refused(f"{what} refused: {error}; give a token that may do this with --token or EVOLVING_TOKEN")
+        return refused(f"{what} refused: {error}; give a token that may do this with --token or --token-file")
     return refused(f"{what} refused: {error}")
