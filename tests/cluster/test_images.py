@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 from cluster import ROOT
+from typer.main import get_command
+
+from evolving_client.ctl.app import app
 
 IMAGES = ("gateway", "directory", "planner", "node-agent")
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
@@ -55,6 +58,17 @@ def test_compose_uses_the_images_that_make_images_builds() -> None:
     assert {service["image"] for name, service in COMPOSE.items() if name != "etcd"} == built
 
 
+def test_an_operator_finds_evolvectl_ready_in_the_planners_container() -> None:
+    """It is installed, and told of what the planner itself is told of."""
+    assert "libs/client libs/client" in instructions("planner", "COPY")
+    assert "./libs/client" in dockerfile("planner").read_text().split()
+    planner = COMPOSE["planner"]
+    told = {"EVOLVING_ETCD": "--etcd-endpoints", "EVOLVING_TOKEN_FILE": "--token-file"}
+    assert {f"{flag}={planner['environment'][name]}" for name, flag in told.items()} <= set(planner["command"])
+    options = {variable for param in get_command(app).params for variable in [getattr(param, "envvar", None)]}
+    assert set(planner["environment"]) <= options
+
+
 @pytest.mark.skipif(not engine_answers(), reason="no container engine answers here (docker info)")
 @pytest.mark.timeout(3600)
 def test_images_are_built_and_answer() -> None:
@@ -64,3 +78,4 @@ def test_images_are_built_and_answer() -> None:
         shown = subprocess.run([*run, f"evolving-{image}", "--version"], check=True, capture_output=True, text=True)
         assert shown.stdout.startswith(f"evolving-{image} ")
         assert subprocess.run([*run, "id", "-u"], check=True, capture_output=True, text=True).stdout != "0\n"
+    subprocess.run(["docker", "run", "--rm", "evolving-planner:dev", "evolvectl", "--help"], check=True)
