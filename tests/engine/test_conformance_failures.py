@@ -209,10 +209,15 @@ async def test_a_slot_that_frees_is_taken(start: Starter) -> None:
 
 
 async def test_priority_then_arrival(nodes: list[Node]) -> None:
+    """While prompts nobody decodes fill the node, legs queue; when these go, legs leave the queue in order."""
     node = nodes[0]
-    blocker_job, _ = jobs(node, prompt(100, LONG), greedy(1))
-    blocker = Leg(node.engine.prefill(blocker_job))
-    await blocker.until(Taken)
+    blockers = []
+    for number in range(4):  # 4 x 960 tokens: more than any prefill may hold of this pool
+        job, _ = jobs(node, prompt(100 + number, 960), greedy(4), priority=10, keep_s=300)
+        blockers.append(Leg(node.engine.prefill(job)))
+    await blockers[1].until(Prefilled)
+    await _until_status(node, lambda: node.engine.status().holding + len(node.engine.status().queued) == len(blockers))
+    waiting = len(node.engine.status().queued)
     order: list[int] = []
 
     async def queued(number: int, leg: Leg) -> None:
@@ -222,11 +227,12 @@ async def test_priority_then_arrival(nodes: list[Node]) -> None:
 
     legs = []
     for number, priority in enumerate([0, 5, 0, 5, -1]):
-        job, _ = jobs(node, prompt(101 + number, 600), greedy(1), priority=priority)
+        job, _ = jobs(node, prompt(110 + number, 600), greedy(1), priority=priority)
         legs.append(asyncio.create_task(queued(number, Leg(node.engine.prefill(job)))))
-        await _until_status(node, partial(_queues, node, number + 1))
+        await _until_status(node, partial(_queues, node, waiting + number + 1))
+    for blocker in blockers:
+        blocker.task.cancel()
     await asyncio.gather(*legs)
-    assert await blocker.error() is None
     assert order == [1, 3, 0, 2, 4]
 
 
