@@ -22,6 +22,7 @@ from evolving_node_agent.engines.port import (
     Prefilled,
     Rejected,
     Reserved,
+    Sent,
     SourceLost,
     Started,
     Taken,
@@ -111,36 +112,45 @@ async def test_abort_of_a_prefill_leg_alone(nodes: list[Node], stage: type) -> N
     await all_room_is_back(node)
 
 
+async def aborted_while_waiting(source: Node, target: Node, side: str) -> tuple[EngineError | None, EngineError | None]:
+    """Abort one leg of a request whose decode leg waits for the KV; how the prefill and the decode leg end.
+
+    An abort that comes only after the KV was handed over is another case: then again, with another prompt.
+    """
+    for seed in range(40, 60):
+        prefill_job, decode_job = jobs(source, prompt(seed, LONG), greedy(FOREVER), keep_s=1000.0)
+        prefill = Leg(source.engine.prefill(prefill_job))
+        await prefill.until(Taken)
+        decode = Leg(target.engine.decode(decode_job))
+        await decode.until(Reserved)
+        if side == "decode" or not await source.engine.abort(prefill_job.leg_id):
+            await target.engine.abort(decode_job.leg_id)
+        ends = await prefill.error(), await decode.error()
+        if not any(isinstance(event, Sent) for event in prefill.events):
+            return ends
+    raise AssertionError("every abort came too late")
+
+
 async def test_abort_of_the_prefill_leg_ends_a_waiting_decode_leg(pair: tuple[Node, Node]) -> None:
-    source, target = pair
-    prefill_job, decode_job = jobs(source, prompt(30, LONG), greedy(8))
-    prefill = Leg(source.engine.prefill(prefill_job))
-    await prefill.until(Taken)
-    decode = Leg(target.engine.decode(decode_job))
-    await decode.until(Reserved)
-    assert await source.engine.abort(prefill_job.leg_id)
-    assert isinstance(await prefill.error(), Aborted)
-    assert isinstance(await decode.error(), SourceLost)
-    await all_room_is_back(source, target)
+    prefill, decode = await aborted_while_waiting(*pair, "prefill")
+    assert isinstance(prefill, Aborted)
+    assert isinstance(decode, SourceLost)
+    await all_room_is_back(*pair)
 
 
 async def test_abort_of_a_waiting_decode_leg_ends_the_prefill_leg(pair: tuple[Node, Node]) -> None:
-    source, target = pair
-    prefill_job, decode_job = jobs(source, prompt(40, LONG), greedy(8), keep_s=1000.0)
-    prefill = Leg(source.engine.prefill(prefill_job))
-    await prefill.until(Taken)
-    decode = Leg(target.engine.decode(decode_job))
-    await decode.until(Reserved)
-    assert await target.engine.abort(decode_job.leg_id)
-    assert isinstance(await decode.error(), Aborted)
-    assert isinstance(await prefill.error(), DecodeLost)
-    await all_room_is_back(source, target)
+    prefill, decode = await aborted_while_waiting(*pair, "decode")
+    assert isinstance(prefill, DecodeLost)
+    assert isinstance(decode, Aborted)
+    await all_room_is_back(*pair)
 
 
 async def test_abort_while_decoding(pair: tuple[Node, Node]) -> None:
     source, target = pair
     prefill_job, decode_job = jobs(source, prompt(50, 100), greedy(FOREVER))
-    prefill, decode = Leg(source.engine.prefill(prefill_job)), Leg(target.engine.decode(decode_job))
+    prefill = Leg(source.engine.prefill(prefill_job))
+    await prefill.until(Taken)
+    decode = Leg(target.engine.decode(decode_job))
     await decode.until(Tokens)
     assert await prefill.error() is None, "the prefill leg is over once its KV has landed"
     assert not await source.engine.abort(prefill_job.leg_id)
@@ -154,6 +164,7 @@ async def test_leaving_the_iterator_aborts(nodes: list[Node]) -> None:
     source, target = nodes
     prefill_job, decode_job = jobs(source, prompt(60, 100), greedy(FOREVER))
     prefill = Leg(source.engine.prefill(prefill_job))
+    await prefill.until(Taken)
     events: Any = target.engine.decode(decode_job)
     async with aclosing(events):
         async for event in events:
@@ -193,9 +204,12 @@ async def test_no_slot_within_the_deadline(start: Starter) -> None:
     async with start("a", "b", decode_slots=1) as (source, target):
         first = jobs(source, prompt(90, 100), greedy(FOREVER))
         second = jobs(source, prompt(91, 100), greedy(8), reserve_deadline_s=0.2, keep_s=0.5)
-        legs = [Leg(source.engine.prefill(first[0])), Leg(target.engine.decode(first[1]))]
+        legs = [Leg(source.engine.prefill(first[0]))]
+        await legs[0].until(Taken)
+        legs.append(Leg(target.engine.decode(first[1])))
         await legs[1].until(Started)
         waiting = Leg(source.engine.prefill(second[0]))
+        await waiting.until(Taken)
         assert isinstance(await Leg(target.engine.decode(second[1])).error(), NoRoom)
         assert isinstance(await waiting.error(), DecodeLost)
         await target.engine.abort(first[1].leg_id)
@@ -268,7 +282,9 @@ async def test_the_longest_prompt_is_served(nodes: list[Node]) -> None:
 async def test_a_source_that_dies_loses_its_decode_legs_only(start: Starter) -> None:
     async with start("a", "b") as (source, target):
         staying = jobs(target, prompt(130, 100), greedy(60))
-        stays = [Leg(target.engine.prefill(staying[0])), Leg(target.engine.decode(staying[1]))]
+        stays = [Leg(target.engine.prefill(staying[0]))]
+        await stays[0].until(Taken)
+        stays.append(Leg(target.engine.decode(staying[1])))
         prefill_job, decode_job = jobs(source, prompt(131, LONG), greedy(8))
         prefill = Leg(source.engine.prefill(prefill_job))
         await prefill.until(Taken)
@@ -319,7 +335,9 @@ async def test_a_restart_is_another_life_that_serves(start: Starter) -> None:
 async def test_stop_ends_legs_and_leaves_nothing(start: Starter) -> None:
     async with start("a", "b") as (source, target):
         job, decode_job = jobs(source, prompt(160, 100), greedy(FOREVER))
-        legs = [Leg(source.engine.prefill(job)), Leg(target.engine.decode(decode_job))]
+        legs = [Leg(source.engine.prefill(job))]
+        await legs[0].until(Taken)
+        legs.append(Leg(target.engine.decode(decode_job)))
         await legs[1].until(Tokens)
         await target.engine.stop(0)
         assert isinstance(await legs[1].error(), EngineDown)
