@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from evolving.core.blocks import chain
 from evolving_node_agent.engines.port import TokenIds
 from evolving_node_agent.engines.sglang.translate import NAME_BYTES
 
@@ -26,13 +27,7 @@ def namespace(root: bytes) -> str:
 
 def digests(tokens: TokenIds, root: bytes, block_tokens: int) -> list[bytes]:
     """The 32-byte digests of the full blocks of `tokens`."""
-    data = memoryview(tokens.astype("<u4", copy=False).tobytes())
-    width = 4 * block_tokens
-    previous, out = root, []
-    for start in range(0, len(data) - width + 1, width):
-        previous = hashlib.sha256(previous + data[start : start + width]).digest()
-        out.append(previous)
-    return out
+    return chain(root, tokens.astype("<u4", copy=False).tobytes(), block_tokens)
 
 
 def name_of_hash(page_hash: str) -> bytes:
