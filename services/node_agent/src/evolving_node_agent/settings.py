@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from evolving.core.config import EvictionPolicy, FetchConfig, FetchStart
 from evolving.runtime.settings import ServiceSettings
 
 
@@ -18,7 +20,23 @@ class NodeAgentSettings(ServiceSettings):
     max_queued_legs: int = Field(
         256, ge=1, description="prefill legs that may wait; more are answered RESOURCE_EXHAUSTED with a retry hint"
     )
-    fetch_deadline_s: float = Field(5.0, gt=0, description="longest wait for KV from peers before a prefill, seconds")
+    fetch_deadline_s: float = Field(
+        5.0, gt=0, description="longest a prefill is held up for KV from peers; what has not come is computed, seconds"
+    )
+    fetch_start: FetchStart = Field(
+        FetchStart.ENQUEUE,
+        description="when KV is fetched from peers: enqueue, while the request waits; admission, once its turn has "
+        "come, for comparison",
+    )
+    fetch_readers: int = Field(4, ge=1, le=64, description="reads from peers at once")
+    fetch_bytes_per_s: float = Field(
+        0.0, ge=0, description="what all reads from peers may bring, bytes a second; 0: no limit"
+    )
+    eviction: EvictionPolicy = Field(
+        EvictionPolicy.AGENT,
+        description="what is evicted first: agent, the least needed by branches, then the longest unused; lru, the "
+        "longest unused, for comparison",
+    )
     keep_s: float = Field(30.0, gt=0, description="how long computed KV waits for a decode leg, seconds")
     reserve_deadline_s: float = Field(
         30.0, gt=0, description="longest wait for decode room where the call names none, seconds"
@@ -71,6 +89,11 @@ class NodeAgentSettings(ServiceSettings):
     mock_crash_after_iterations: int = Field(0, ge=0, description="mock: die after so many iterations; 0: never")
     mock_transfer_delay_s: float = Field(0.0, ge=0, description="mock: added to each page sent, seconds")
     mock_corrupt_every_pages: int = Field(0, ge=0, description="mock: damage each so-manieth page sent; 0: none")
+
+    @property
+    def fetch(self) -> FetchConfig:
+        """Bounds of this node's reads from peers."""
+        return FetchConfig(readers=self.fetch_readers, bytes_per_s=self.fetch_bytes_per_s or math.inf)
 
     @model_validator(mode="after")
     def _complete(self) -> Self:

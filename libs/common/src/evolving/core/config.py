@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 
 
@@ -11,6 +12,35 @@ class DecodeToPrefill(enum.StrEnum):
 
     KEEP = "keep"  # parts no PREFILL home claims are claimed by the node, then its DECODE homes go; KV stays in L2
     RESET = "reset"  # the paper, §4.1: counts 0, memory emptied
+
+
+class EvictionPolicy(enum.StrEnum):
+    """What a node evicts first."""
+
+    AGENT = "agent"  # the least needed by branches, then the longest unused (§4.4)
+    LRU = "lru"  # the longest unused; for comparison
+
+
+class FetchStart(enum.StrEnum):
+    """When a prefill leg's blocks are fetched from peers."""
+
+    ENQUEUE = "enqueue"  # at once: the fetch runs while the leg waits (§4.4)
+    ADMISSION = "admission"  # when the leg's turn to be computed has come; for comparison
+
+
+@dataclass(frozen=True, slots=True)
+class FetchConfig:
+    """Bounds of a node's reads from peers. Out-of-range values raise ValueError."""
+
+    readers: int = 4  # reads under way at once
+    chunk_blocks: int = 32  # most blocks of one read; readers × chunk_blocks host pages are buffers at most
+    bytes_per_s: float = math.inf  # what all reads together may bring
+
+    def __post_init__(self) -> None:
+        if self.readers < 1 or self.chunk_blocks < 1:
+            raise ValueError(f"readers and chunk_blocks must be at least 1, got {self.readers}, {self.chunk_blocks}")
+        if not self.bytes_per_s > 0:
+            raise ValueError(f"bytes_per_s must be positive, got {self.bytes_per_s}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,30 @@ TIER_L2: Tier.ValueType  # 2
 """Host memory: the shared pool."""
 Global___Tier: _TypeAlias = Tier  # noqa: Y015
 
+class _LossCause:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LossCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LossCause.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LOSS_CAUSE_UNSPECIFIED: _LossCause.ValueType  # 0
+    """Not lost, or evicted."""
+    LOSS_CAUSE_SWITCH: _LossCause.ValueType  # 1
+    """A role switch emptied the node."""
+    LOSS_CAUSE_NODE: _LossCause.ValueType  # 2
+    """The node went away."""
+
+class LossCause(_LossCause, metaclass=_LossCauseEnumTypeWrapper):
+    """Why KV is gone that a branch counted."""
+
+LOSS_CAUSE_UNSPECIFIED: LossCause.ValueType  # 0
+"""Not lost, or evicted."""
+LOSS_CAUSE_SWITCH: LossCause.ValueType  # 1
+"""A role switch emptied the node."""
+LOSS_CAUSE_NODE: LossCause.ValueType  # 2
+"""The node went away."""
+Global___LossCause: _TypeAlias = LossCause  # noqa: Y015
+
 class _BranchState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from evolving.v1 import common_pb2 as evolving_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x65volving/v1/gateway.proto\x12\x0b\x65volving.v1\x1a\x18\x65volving/v1/common.proto\"\xa3\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.evolving.v1.ChatPromptH\x00\x12\x13\n\ttoken_ids\x18\x05 \x01(\x0cH\x00\x12\'\n\x08sampling\x18\x06 \x01(\x0b\x32\x15.evolving.v1.Sampling\x12+\n\x06\x62ranch\x18\x07 \x01(\x0b\x32\x1b.evolving.v1.BranchMetadata\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x13\n\x0bresume_from\x18\t \x01(\r\x12\x18\n\x10resume_token_ids\x18\n \x01(\x0c\x42\x08\n\x06prompt\"8\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.evolving.v1.ChatMessage\"?\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\"\x87\x02\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x02\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x11\n\x04seed\x18\x0c \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_seed\"\xae\x01\n\x10GenerateResponse\x12/\n\x07started\x18\x01 \x01(\x0b\x32\x1c.evolving.v1.GenerateStartedH\x00\x12-\n\x06tokens\x18\x02 \x01(\x0b\x32\x1b.evolving.v1.GenerateTokensH\x00\x12\x31\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1d.evolving.v1.GenerateFinishedH\x00\x42\x07\n\x05\x65vent\"\xa1\x01\n\x0fGenerateStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x17\n\x0fprefill_node_id\x18\x03 \x01(\t\x12\x1f\n\x17predicted_cached_tokens\x18\x04 \x01(\r\x12\x18\n\x10predicted_ttft_s\x18\x05 \x01(\x01\x12\x0f\n\x07version\x18\x06 \x01(\r\"@\n\x0eGenerateTokens\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x0c\n\x04text\x18\x03 \x01(\t\"\xb6\x02\n\x10GenerateFinished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.evolving.v1.FinishReason\x12\x18\n\x10output_token_ids\x18\x02 \x01(\x0c\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x17\n\x0fprefill_node_id\x18\x04 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_node_id\x18\x05 \x01(\t\x12)\n\x06\x63\x61\x63hed\x18\x06 \x01(\x0b\x32\x19.evolving.v1.CachedTokens\x12!\n\x05usage\x18\x07 \x01(\x0b\x32\x12.evolving.v1.Usage\x12%\n\x07timings\x18\x08 \x01(\x0b\x32\x14.evolving.v1.Timings\x12\x10\n\x08\x61ttempts\x18\t \x01(\r\x12\x17\n\x0freusable_blocks\x18\n \x01(\r\"?\n\x0c\x43\x61\x63hedTokens\x12\x0e\n\x06own_l1\x18\x01 \x01(\r\x12\x0e\n\x06own_l2\x18\x02 \x01(\r\x12\x0f\n\x07peer_l2\x18\x03 \x01(\r\"e\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\r\x12\x15\n\routput_tokens\x18\x04 \x01(\r\"\x83\x01\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x0f\n\x07\x66\x65tch_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x12\n\ntransfer_s\x18\x04 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x05 \x01(\x01\x12\x0e\n\x06tpot_s\x18\x06 \x01(\x01\x12\x0f\n\x07total_s\x18\x07 \x01(\x01\"9\n\x12\x45ndBranchesRequest\x12\x12\n\nbranch_ids\x18\x01 \x03(\t\x12\x0f\n\x07subtree\x18\x02 \x01(\x08\"/\n\x13\x45ndBranchesResponse\x12\x18\n\x10\x65nded_branch_ids\x18\x01 \x03(\t\"%\n\x10GetBranchRequest\x12\x11\n\tbranch_id\x18\x01 \x01(\t\"8\n\x11GetBranchResponse\x12#\n\x06\x62ranch\x18\x01 \x01(\x0b\x32\x13.evolving.v1.Branch\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.evolving.v1.Model\"\x8d\x01\n\x05Model\x12\r\n\x05model\x18\x01 \x01(\t\x12\x19\n\x11vocabulary_tokens\x18\x02 \x01(\r\x12\x19\n\x11max_prompt_tokens\x18\x03 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x04 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x05 \x01(\r\x12\r\n\x05nodes\x18\x06 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xc8\x02\n\x0eGatewayService\x12I\n\x08Generate\x12\x1c.evolving.v1.GenerateRequest\x1a\x1d.evolving.v1.GenerateResponse0\x01\x12P\n\x0b\x45ndBranches\x12\x1f.evolving.v1.EndBranchesRequest\x1a .evolving.v1.EndBranchesResponse\x12J\n\tGetBranch\x12\x1d.evolving.v1.GetBranchRequest\x1a\x1e.evolving.v1.GetBranchResponse\x12M\n\nListModels\x12\x1e.evolving.v1.ListModelsRequest\x1a\x1f.evolving.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x65volving/v1/gateway.proto\x12\x0b\x65volving.v1\x1a\x18\x65volving/v1/common.proto\"\xa3\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12\'\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x17.evolving.v1.ChatPromptH\x00\x12\x13\n\ttoken_ids\x18\x05 \x01(\x0cH\x00\x12\'\n\x08sampling\x18\x06 \x01(\x0b\x32\x15.evolving.v1.Sampling\x12+\n\x06\x62ranch\x18\x07 \x01(\x0b\x32\x1b.evolving.v1.BranchMetadata\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x13\n\x0bresume_from\x18\t \x01(\r\x12\x18\n\x10resume_token_ids\x18\n \x01(\x0c\x42\x08\n\x06prompt\"8\n\nChatPrompt\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.evolving.v1.ChatMessage\"?\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\"\x87\x02\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\r\n\x05min_p\x18\x05 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x02\x12\x0c\n\x04stop\x18\t \x03(\t\x12\x16\n\x0estop_token_ids\x18\n \x03(\r\x12\x12\n\nignore_eos\x18\x0b \x01(\x08\x12\x11\n\x04seed\x18\x0c \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_seed\"\xae\x01\n\x10GenerateResponse\x12/\n\x07started\x18\x01 \x01(\x0b\x32\x1c.evolving.v1.GenerateStartedH\x00\x12-\n\x06tokens\x18\x02 \x01(\x0b\x32\x1b.evolving.v1.GenerateTokensH\x00\x12\x31\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1d.evolving.v1.GenerateFinishedH\x00\x42\x07\n\x05\x65vent\"\xa1\x01\n\x0fGenerateStarted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x17\n\x0fprefill_node_id\x18\x03 \x01(\t\x12\x1f\n\x17predicted_cached_tokens\x18\x04 \x01(\r\x12\x18\n\x10predicted_ttft_s\x18\x05 \x01(\x01\x12\x0f\n\x07version\x18\x06 \x01(\r\"@\n\x0eGenerateTokens\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x0c\n\x04text\x18\x03 \x01(\t\"\xd9\x02\n\x10GenerateFinished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.evolving.v1.FinishReason\x12\x18\n\x10output_token_ids\x18\x02 \x01(\x0c\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x17\n\x0fprefill_node_id\x18\x04 \x01(\t\x12\x16\n\x0e\x64\x65\x63ode_node_id\x18\x05 \x01(\t\x12)\n\x06\x63\x61\x63hed\x18\x06 \x01(\x0b\x32\x19.evolving.v1.CachedTokens\x12!\n\x05usage\x18\x07 \x01(\x0b\x32\x12.evolving.v1.Usage\x12%\n\x07timings\x18\x08 \x01(\x0b\x32\x14.evolving.v1.Timings\x12\x10\n\x08\x61ttempts\x18\t \x01(\r\x12\x17\n\x0freusable_blocks\x18\n \x01(\r\x12!\n\x05reuse\x18\x0b \x01(\x0b\x32\x12.evolving.v1.Reuse\"Z\n\x05Reuse\x12\x13\n\x0bpool_tokens\x18\x01 \x01(\r\x12\x16\n\x0eplanned_tokens\x18\x02 \x01(\r\x12$\n\x04loss\x18\x03 \x01(\x0e\x32\x16.evolving.v1.LossCause\"?\n\x0c\x43\x61\x63hedTokens\x12\x0e\n\x06own_l1\x18\x01 \x01(\r\x12\x0e\n\x06own_l2\x18\x02 \x01(\r\x12\x0f\n\x07peer_l2\x18\x03 \x01(\r\"e\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\r\x12\x15\n\routput_tokens\x18\x04 \x01(\r\"\x9b\x01\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x0f\n\x07\x66\x65tch_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x12\n\ntransfer_s\x18\x04 \x01(\x01\x12\x0e\n\x06ttft_s\x18\x05 \x01(\x01\x12\x0e\n\x06tpot_s\x18\x06 \x01(\x01\x12\x0f\n\x07total_s\x18\x07 \x01(\x01\x12\x16\n\x0e\x66\x65tch_hidden_s\x18\x08 \x01(\x01\"9\n\x12\x45ndBranchesRequest\x12\x12\n\nbranch_ids\x18\x01 \x03(\t\x12\x0f\n\x07subtree\x18\x02 \x01(\x08\"/\n\x13\x45ndBranchesResponse\x12\x18\n\x10\x65nded_branch_ids\x18\x01 \x03(\t\"%\n\x10GetBranchRequest\x12\x11\n\tbranch_id\x18\x01 \x01(\t\"8\n\x11GetBranchResponse\x12#\n\x06\x62ranch\x18\x01 \x01(\x0b\x32\x13.evolving.v1.Branch\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.evolving.v1.Model\"\x8d\x01\n\x05Model\x12\r\n\x05model\x18\x01 \x01(\t\x12\x19\n\x11vocabulary_tokens\x18\x02 \x01(\r\x12\x19\n\x11max_prompt_tokens\x18\x03 \x01(\r\x12\x1a\n\x12max_context_tokens\x18\x04 \x01(\r\x12\x14\n\x0c\x62lock_tokens\x18\x05 \x01(\r\x12\r\n\x05nodes\x18\x06 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xc8\x02\n\x0eGatewayService\x12I\n\x08Generate\x12\x1c.evolving.v1.GenerateRequest\x1a\x1d.evolving.v1.GenerateResponse0\x01\x12P\n\x0b\x45ndBranches\x12\x1f.evolving.v1.EndBranchesRequest\x1a .evolving.v1.EndBranchesResponse\x12J\n\tGetBranch\x12\x1d.evolving.v1.GetBranchRequest\x1a\x1e.evolving.v1.GetBranchResponse\x12M\n\nListModels\x12\x1e.evolving.v1.ListModelsRequest\x1a\x1f.evolving.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'evolving.v1.gateway_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2201
-  _globals['_FINISHREASON']._serialized_end=2296
+  _globals['_FINISHREASON']._serialized_start=2352
+  _globals['_FINISHREASON']._serialized_end=2447
   _globals['_GENERATEREQUEST']._serialized_start=69
   _globals['_GENERATEREQUEST']._serialized_end=360
   _globals['_CHATPROMPT']._serialized_start=362
@@ -49,27 +49,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATETOKENS']._serialized_start=1092
   _globals['_GENERATETOKENS']._serialized_end=1156
   _globals['_GENERATEFINISHED']._serialized_start=1159
-  _globals['_GENERATEFINISHED']._serialized_end=1469
-  _globals['_CACHEDTOKENS']._serialized_start=1471
-  _globals['_CACHEDTOKENS']._serialized_end=1534
-  _globals['_USAGE']._serialized_start=1536
-  _globals['_USAGE']._serialized_end=1637
-  _globals['_TIMINGS']._serialized_start=1640
-  _globals['_TIMINGS']._serialized_end=1771
-  _globals['_ENDBRANCHESREQUEST']._serialized_start=1773
-  _globals['_ENDBRANCHESREQUEST']._serialized_end=1830
-  _globals['_ENDBRANCHESRESPONSE']._serialized_start=1832
-  _globals['_ENDBRANCHESRESPONSE']._serialized_end=1879
-  _globals['_GETBRANCHREQUEST']._serialized_start=1881
-  _globals['_GETBRANCHREQUEST']._serialized_end=1918
-  _globals['_GETBRANCHRESPONSE']._serialized_start=1920
-  _globals['_GETBRANCHRESPONSE']._serialized_end=1976
-  _globals['_LISTMODELSREQUEST']._serialized_start=1978
-  _globals['_LISTMODELSREQUEST']._serialized_end=1997
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1999
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2055
-  _globals['_MODEL']._serialized_start=2058
-  _globals['_MODEL']._serialized_end=2199
-  _globals['_GATEWAYSERVICE']._serialized_start=2299
-  _globals['_GATEWAYSERVICE']._serialized_end=2627
+  _globals['_GENERATEFINISHED']._serialized_end=1504
+  _globals['_REUSE']._serialized_start=1506
+  _globals['_REUSE']._serialized_end=1596
+  _globals['_CACHEDTOKENS']._serialized_start=1598
+  _globals['_CACHEDTOKENS']._serialized_end=1661
+  _globals['_USAGE']._serialized_start=1663
+  _globals['_USAGE']._serialized_end=1764
+  _globals['_TIMINGS']._serialized_start=1767
+  _globals['_TIMINGS']._serialized_end=1922
+  _globals['_ENDBRANCHESREQUEST']._serialized_start=1924
+  _globals['_ENDBRANCHESREQUEST']._serialized_end=1981
+  _globals['_ENDBRANCHESRESPONSE']._serialized_start=1983
+  _globals['_ENDBRANCHESRESPONSE']._serialized_end=2030
+  _globals['_GETBRANCHREQUEST']._serialized_start=2032
+  _globals['_GETBRANCHREQUEST']._serialized_end=2069
+  _globals['_GETBRANCHRESPONSE']._serialized_start=2071
+  _globals['_GETBRANCHRESPONSE']._serialized_end=2127
+  _globals['_LISTMODELSREQUEST']._serialized_start=2129
+  _globals['_LISTMODELSREQUEST']._serialized_end=2148
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2150
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2206
+  _globals['_MODEL']._serialized_start=2209
+  _globals['_MODEL']._serialized_end=2350
+  _globals['_GATEWAYSERVICE']._serialized_start=2450
+  _globals['_GATEWAYSERVICE']._serialized_end=2778
 # @@protoc_insertion_point(module_scope)

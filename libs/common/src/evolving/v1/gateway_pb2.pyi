@@ -336,6 +336,7 @@ class GenerateFinished(_message.Message):
     TIMINGS_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     REUSABLE_BLOCKS_FIELD_NUMBER: _builtins.int
+    REUSE_FIELD_NUMBER: _builtins.int
     reason: Global___FinishReason.ValueType
     output_token_ids: _builtins.bytes
     """All output ids, resumed ones included, encoded as GenerateRequest.token_ids. Sent back as the next prompt's
@@ -354,6 +355,8 @@ class GenerateFinished(_message.Message):
     def usage(self) -> Global___Usage: ...
     @_builtins.property
     def timings(self) -> Global___Timings: ...
+    @_builtins.property
+    def reuse(self) -> Global___Reuse: ...
     def __init__(
         self,
         *,
@@ -367,14 +370,45 @@ class GenerateFinished(_message.Message):
         timings: Global___Timings | None = ...,
         attempts: _builtins.int = ...,
         reusable_blocks: _builtins.int = ...,
+        reuse: Global___Reuse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "reuse", b"reuse", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "cached", b"cached", "decode_node_id", b"decode_node_id", "output_token_ids", b"output_token_ids", "prefill_node_id", b"prefill_node_id", "reason", b"reason", "reusable_blocks", b"reusable_blocks", "text", b"text", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "cached", b"cached", "decode_node_id", b"decode_node_id", "output_token_ids", b"output_token_ids", "prefill_node_id", b"prefill_node_id", "reason", b"reason", "reusable_blocks", b"reusable_blocks", "reuse", b"reuse", "text", b"text", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateFinished: _TypeAlias = GenerateFinished  # noqa: Y015
+
+@_typing.final
+class Reuse(_message.Message):
+    """What could have been reused when the request was last routed. cached tells what was."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_TOKENS_FIELD_NUMBER: _builtins.int
+    PLANNED_TOKENS_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    pool_tokens: _builtins.int
+    """Leading prompt tokens whose KV some node held."""
+    planned_tokens: _builtins.int
+    """Of them, those routing meant to reuse; the others were sooner computed than fetched."""
+    loss: _common_pb2.LossCause.ValueType
+    """Why the pool has less than the branch counted, where it wasn't eviction."""
+    def __init__(
+        self,
+        *,
+        pool_tokens: _builtins.int = ...,
+        planned_tokens: _builtins.int = ...,
+        loss: _common_pb2.LossCause.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss", "planned_tokens", b"planned_tokens", "pool_tokens", b"pool_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Reuse: _TypeAlias = Reuse  # noqa: Y015
 
 @_typing.final
 class CachedTokens(_message.Message):
@@ -444,8 +478,10 @@ class Timings(_message.Message):
     TTFT_S_FIELD_NUMBER: _builtins.int
     TPOT_S_FIELD_NUMBER: _builtins.int
     TOTAL_S_FIELD_NUMBER: _builtins.int
+    FETCH_HIDDEN_S_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     fetch_s: _builtins.float
+    """Time in which KV was read from peers."""
     prefill_s: _builtins.float
     transfer_s: _builtins.float
     ttft_s: _builtins.float
@@ -453,6 +489,8 @@ class Timings(_message.Message):
     tpot_s: _builtins.float
     """Mean time per output token after the first."""
     total_s: _builtins.float
+    fetch_hidden_s: _builtins.float
+    """Of fetch_s, what passed while the request had to wait anyway."""
     def __init__(
         self,
         *,
@@ -463,10 +501,11 @@ class Timings(_message.Message):
         ttft_s: _builtins.float = ...,
         tpot_s: _builtins.float = ...,
         total_s: _builtins.float = ...,
+        fetch_hidden_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_s", b"fetch_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "total_s", b"total_s", "tpot_s", b"tpot_s", "transfer_s", b"transfer_s", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_hidden_s", b"fetch_hidden_s", "fetch_s", b"fetch_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "total_s", b"total_s", "tpot_s", b"tpot_s", "transfer_s", b"transfer_s", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

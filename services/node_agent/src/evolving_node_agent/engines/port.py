@@ -73,7 +73,7 @@ class PrefillJob:
     sampling: Sampling
     priority: int = 0  # larger goes first among queued legs
     holders: tuple[Holder, ...] = ()
-    fetch_deadline_s: float = 5.0  # what has not arrived by then is computed
+    fetch_deadline_s: float = 5.0  # how long the leg is held up for it at most; what has not come then is computed
     keep_s: float = 30.0  # how long computed KV waits for a decode leg before it is dropped
 
 
@@ -101,7 +101,8 @@ class Taken:
     """The leg left the queue; now, not before, a decode node is chosen for it."""
 
     queue_s: float
-    fetch_s: float
+    fetch_s: float  # time in which blocks were read from peers
+    hidden_s: float = 0.0  # of it, what passed while the leg could not have been taken anyway
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +239,11 @@ class EngineStatus:
     prefill_iterations: int = 0  # those that computed prompt tokens
     prefill_tokens: int = 0  # prompt tokens computed since start, so that their ratio is the paper's mean u
     retractions: int = 0
+    l2_zero_tokens: int = 0  # of l2_used_tokens, those whose block no branch counts here
+    fetch_backlog_tokens: int = 0  # prompt tokens that legs not yet taken still have to get from peers
+    fetching_blocks: int = 0  # host pages taken for reads that have not ended; 0 at rest
+    fetched_tokens: int = 0  # tokens that came from peers since start
+    fetch_busy_s: float = 0.0  # time in which at least one read from a peer was under way, since start
 
 
 class EngineError(Exception):
@@ -322,6 +328,14 @@ class Engine(Protocol):
         """Drop from L1 the blocks that L2 has too: now where no leg uses them, else when their last leg ends. L2 stays.
 
         Called when the node's role went from DECODE to PREFILL. Returns the blocks dropped at once.
+        """
+        ...
+
+    async def clear(self) -> int:
+        """Drop all blocks from both tiers: now where no leg uses them, else when their last leg ends.
+
+        Called when the node's role went from DECODE to PREFILL and the cluster keeps the paper's rule (section 4.1).
+        Returns the blocks dropped at once.
         """
         ...
 

@@ -102,10 +102,13 @@ class BeginResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
     MATCH_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
     need_full: _builtins.bool
     """The directory doesn't know the base: send the whole context."""
     version: _builtins.int
     kind: Global___BeginKind.ValueType
+    loss: _common_pb2.LossCause.ValueType
+    """Why copies this branch counted went since its last request, where it wasn't eviction."""
     @_builtins.property
     def match(self) -> Global___Match: ...
     def __init__(
@@ -115,10 +118,11 @@ class BeginResponse(_message.Message):
         version: _builtins.int = ...,
         kind: Global___BeginKind.ValueType = ...,
         match: Global___Match | None = ...,
+        loss: _common_pb2.LossCause.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["match", b"match"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "match", b"match", "need_full", b"need_full", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "loss", b"loss", "match", b"match", "need_full", b"need_full", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -646,6 +650,7 @@ class ConnectNodeResponse(_message.Message):
     COUNTS_FIELD_NUMBER: _builtins.int
     COUNTS_QUERY_FIELD_NUMBER: _builtins.int
     RETIER_FIELD_NUMBER: _builtins.int
+    CLEAR_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     """A node drops what comes with a lower term than it knows."""
     @_builtins.property
@@ -662,6 +667,8 @@ class ConnectNodeResponse(_message.Message):
     def counts_query(self) -> Global___CountsQuery: ...
     @_builtins.property
     def retier(self) -> Global___Retier: ...
+    @_builtins.property
+    def clear(self) -> Global___Clear: ...
     def __init__(
         self,
         *,
@@ -671,12 +678,13 @@ class ConnectNodeResponse(_message.Message):
         counts: Global___Counts | None = ...,
         counts_query: Global___CountsQuery | None = ...,
         retier: Global___Retier | None = ...,
+        clear: Global___Clear | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "counts", b"counts", "counts_query", b"counts_query", "event", b"event", "resync", b"resync", "retier", b"retier"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "clear", b"clear", "counts", b"counts", "counts_query", b"counts_query", "event", b"event", "resync", b"resync", "retier", b"retier"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "counts", b"counts", "counts_query", b"counts_query", "event", b"event", "resync", b"resync", "retier", b"retier", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "clear", b"clear", "counts", b"counts", "counts_query", b"counts_query", "event", b"event", "resync", b"resync", "retier", b"retier", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["ack", "resync", "counts", "counts_query", "retier"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["ack", "resync", "counts", "counts_query", "retier", "clear"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -813,3 +821,26 @@ class Retier(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Retier: _TypeAlias = Retier  # noqa: Y015
+
+@_typing.final
+class Clear(_message.Message):
+    """The node's role went from DECODE to PREFILL and the cluster keeps the paper's rule: drop all KV of both tiers that no
+    running request needs, the rest when those end.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Clear: _TypeAlias = Clear  # noqa: Y015

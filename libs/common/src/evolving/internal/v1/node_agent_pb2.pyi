@@ -213,17 +213,22 @@ class PrefillTaken(_message.Message):
 
     QUEUE_S_FIELD_NUMBER: _builtins.int
     FETCH_S_FIELD_NUMBER: _builtins.int
+    FETCH_HIDDEN_S_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     fetch_s: _builtins.float
+    """Time in which blocks were read from peers."""
+    fetch_hidden_s: _builtins.float
+    """Of it, what passed while the request had to wait anyway."""
     def __init__(
         self,
         *,
         queue_s: _builtins.float = ...,
         fetch_s: _builtins.float = ...,
+        fetch_hidden_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_s", b"fetch_s", "queue_s", b"queue_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_hidden_s", b"fetch_hidden_s", "fetch_s", b"fetch_s", "queue_s", b"queue_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -552,6 +557,10 @@ class WatchStatusResponse(_message.Message):
     ITERATIONS_FIELD_NUMBER: _builtins.int
     RETRACTIONS_FIELD_NUMBER: _builtins.int
     NEW_TOKENS_PER_ITERATION_FIELD_NUMBER: _builtins.int
+    L2_ZERO_TOKENS_FIELD_NUMBER: _builtins.int
+    FETCH_BACKLOG_TOKENS_FIELD_NUMBER: _builtins.int
+    FETCH_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    FETCHING_BLOCKS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     incarnation: _builtins.str
     role: _common_pb2.Role.ValueType
@@ -580,6 +589,14 @@ class WatchStatusResponse(_message.Message):
     retractions: _builtins.int
     new_tokens_per_iteration: _builtins.float
     """Mean new tokens per prefill iteration, for the fixed part of a service time; 0: not observed."""
+    l2_zero_tokens: _builtins.int
+    """Of l2_used_tokens, those that no branch counts here: evicting them costs nobody anything."""
+    fetch_backlog_tokens: _builtins.int
+    """Prompt tokens of legs here that are still to come from peers."""
+    fetch_tokens_per_s: _builtins.float
+    """What reads from peers bring, tokens a second of reading; 0: not observed."""
+    fetching_blocks: _builtins.int
+    """Host pages taken for reads that have not ended."""
     def __init__(
         self,
         *,
@@ -606,10 +623,14 @@ class WatchStatusResponse(_message.Message):
         iterations: _builtins.int = ...,
         retractions: _builtins.int = ...,
         new_tokens_per_iteration: _builtins.float = ...,
+        l2_zero_tokens: _builtins.int = ...,
+        fetch_backlog_tokens: _builtins.int = ...,
+        fetch_tokens_per_s: _builtins.float = ...,
+        fetching_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_context_tokens", b"decode_context_tokens", "decode_slots_free", b"decode_slots_free", "decoding", b"decoding", "engine_pid", b"engine_pid", "engine_starts", b"engine_starts", "epoch", b"epoch", "holding_legs", b"holding_legs", "incarnation", b"incarnation", "iterations", b"iterations", "l1_total_tokens", b"l1_total_tokens", "l1_used_tokens", b"l1_used_tokens", "l2_total_tokens", b"l2_total_tokens", "l2_used_tokens", b"l2_used_tokens", "new_tokens_per_iteration", b"new_tokens_per_iteration", "node_id", b"node_id", "prefilling_legs", b"prefilling_legs", "queued_legs", b"queued_legs", "queued_tokens", b"queued_tokens", "ready", b"ready", "reserved", b"reserved", "retractions", b"retractions", "role", b"role", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_context_tokens", b"decode_context_tokens", "decode_slots_free", b"decode_slots_free", "decoding", b"decoding", "engine_pid", b"engine_pid", "engine_starts", b"engine_starts", "epoch", b"epoch", "fetch_backlog_tokens", b"fetch_backlog_tokens", "fetch_tokens_per_s", b"fetch_tokens_per_s", "fetching_blocks", b"fetching_blocks", "holding_legs", b"holding_legs", "incarnation", b"incarnation", "iterations", b"iterations", "l1_total_tokens", b"l1_total_tokens", "l1_used_tokens", b"l1_used_tokens", "l2_total_tokens", b"l2_total_tokens", "l2_used_tokens", b"l2_used_tokens", "l2_zero_tokens", b"l2_zero_tokens", "new_tokens_per_iteration", b"new_tokens_per_iteration", "node_id", b"node_id", "prefilling_legs", b"prefilling_legs", "queued_legs", b"queued_legs", "queued_tokens", b"queued_tokens", "ready", b"ready", "reserved", b"reserved", "retractions", b"retractions", "role", b"role", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
