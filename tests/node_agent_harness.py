@@ -224,13 +224,15 @@ class ScriptedDirectory:
             reader.cancel()
 
     async def _read(self, requests: Any, outgoing: asyncio.Queue[directory_pb2.ConnectNodeResponse | None]) -> None:
+        ack = directory_pb2.Ack()
         async for request in requests:
             if request.HasField("hello"):
                 self.hellos.append(request.hello)
             else:
                 self.events.append(request)
-            if request.HasField("kv") and self.acknowledges:
-                ack = directory_pb2.Ack(sequence=request.kv.sequence)
+            ack.sequence = request.kv.sequence or ack.sequence
+            ack.reports += request.WhichOneof("event") in ("landed", "output", "done")
+            if self.acknowledges:
                 outgoing.put_nowait(directory_pb2.ConnectNodeResponse(term=self.term, ack=ack))
             self._changed.set()
         if self.hangs_up:

@@ -196,6 +196,22 @@ async def test_reports_nobody_acknowledged_are_sent_again(etcd: Etcd) -> None:
         assert [event for event in directory.events if not event.HasField("kv")] == before
 
 
+async def test_reports_that_were_acknowledged_are_not_repeated(etcd: Etcd) -> None:
+    """Also those after the last change of what the node holds."""
+    async with scripted_directory(etcd) as directory, agent(etcd) as node:
+        await node.ready()
+        await node.serve(prefill_request(ids(1, 100), **BRANCH))
+        await directory.until(lambda: bool(directory.said("done")))
+        directory.say(counts=_counts({names_of(ids(1, 100))[0]: 1}))  # comes after the acknowledgements
+        await eventually(lambda: _counts_are(node, {names_of(ids(1, 100))[0]: 1}))
+        directory.events.clear()
+        directory.hang_up()
+        await directory.until(lambda: len(directory.hellos) == 2)
+        await node.serve(prefill_request(ids(2, 100), branch_id="other", version=1))
+        await directory.until(lambda: bool(directory.said("done")))
+        assert {each.branch_id for each in (*directory.said("landed"), *directory.said("done"))} == {"other"}
+
+
 async def test_another_directory_is_found(etcd: Etcd) -> None:
     async with agent(etcd) as node, AsyncExitStack() as first:
         old = await first.enter_async_context(scripted_directory(etcd, term=1))

@@ -86,9 +86,9 @@ def test_a_report_waits_for_its_block_and_holds_its_request_back() -> None:
     first, second, other = entry("r", needs=b"x"), entry("r"), entry("s")
     for each in (first, second, other):
         outbox.put(each)
-    assert outbox.take(lambda _: False, 1, 0.0) == [other]
+    assert outbox.take(lambda _: False, 0.0) == [other]
     assert outbox.next_wakeup_s() == 2.0
-    assert outbox.take(lambda needed: needed == b"x", 1, 0.5) == [first, second]
+    assert outbox.take(lambda needed: needed == b"x", 0.5) == [first, second]
     assert outbox.next_wakeup_s() is None
 
 
@@ -96,29 +96,43 @@ def test_a_report_does_not_wait_for_ever() -> None:
     outbox = Outbox(10, patience_s=2.0)
     late = entry("r", needs=b"evicted again")
     outbox.put(late)
-    assert outbox.take(lambda _: False, 1, 1.9) == []
-    assert outbox.take(lambda _: False, 1, 2.0) == [late]
+    assert outbox.take(lambda _: False, 1.9) == []
+    assert outbox.take(lambda _: False, 2.0) == [late]
 
 
 def test_what_was_not_acknowledged_is_sent_again_in_order() -> None:
     outbox = Outbox(10)
     first, second, third = entry("1"), entry("2"), entry("3")
     outbox.put(first)
-    outbox.take(lambda _: True, 4, 0.0)
+    outbox.take(lambda _: True, 0.0)
     outbox.put(second)
-    outbox.take(lambda _: True, 5, 0.0)
-    outbox.acknowledged(5)  # batch 5 came after the first report and before the second
+    outbox.take(lambda _: True, 0.0)
+    outbox.acknowledged(1)
     outbox.put(third)
     outbox.reconnected(1.0)
-    assert outbox.take(lambda _: True, 5, 1.0) == [second, third]
+    assert outbox.take(lambda _: True, 1.0) == [second, third]
+    outbox.acknowledged(1)  # counted anew on each stream
+    outbox.reconnected(2.0)
+    assert outbox.take(lambda _: True, 2.0) == [third]
+
+
+def test_reports_forgotten_for_room_still_count() -> None:
+    outbox = Outbox(2)
+    entries = [entry(str(number)) for number in range(4)]
+    for each in entries:
+        outbox.put(each)
+        outbox.take(lambda _: True, 0.0)
+    outbox.acknowledged(3)
+    outbox.reconnected(1.0)
+    assert outbox.take(lambda _: True, 1.0) == entries[3:]
 
 
 def test_old_reports_are_not_repeated() -> None:
     outbox = Outbox(10, remember_s=60.0)
     outbox.put(entry("1"))
-    outbox.take(lambda _: True, 1, 0.0)
+    outbox.take(lambda _: True, 0.0)
     outbox.reconnected(60.0)
-    assert outbox.take(lambda _: True, 1, 60.0) == []
+    assert outbox.take(lambda _: True, 60.0) == []
 
 
 def test_a_report_that_waited_long_is_repeated_if_it_was_sent_lately() -> None:
@@ -126,9 +140,9 @@ def test_a_report_that_waited_long_is_repeated_if_it_was_sent_lately() -> None:
     outbox = Outbox(10, remember_s=60.0)
     waited = entry("1", since_s=0.0)
     outbox.put(waited)
-    assert outbox.take(lambda _: True, 1, 300.0) == [waited]
+    assert outbox.take(lambda _: True, 300.0) == [waited]
     outbox.reconnected(301.0)
-    assert outbox.take(lambda _: True, 1, 301.0) == [waited]
+    assert outbox.take(lambda _: True, 301.0) == [waited]
 
 
 def test_the_oldest_reports_go_when_too_many_wait() -> None:
@@ -137,7 +151,7 @@ def test_the_oldest_reports_go_when_too_many_wait() -> None:
     for each in entries:
         outbox.put(each)
     assert outbox.dropped == 1
-    assert outbox.take(lambda _: True, 1, 0.0) == entries[1:]
+    assert outbox.take(lambda _: True, 0.0) == entries[1:]
 
 
 # -- restarts

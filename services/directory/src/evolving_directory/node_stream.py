@@ -30,6 +30,7 @@ class NodeStream:
         self._incarnation = hello.incarnation
         self._outbox = outbox
         self._in_snapshot = False
+        self._reports = 0  # Landed, Output and RequestDone read from this stream
 
     async def read(self, requests: AsyncIterator[directory_pb2.ConnectNodeRequest]) -> None:
         """Take what the node sends, in order. Raises CoreError when it sends what can't be."""
@@ -47,6 +48,8 @@ class NodeStream:
                 raise InvalidArgument("an event of no known kind")
             else:
                 self._take_request_event(request, kind)
+                self._reports += 1
+                self._outbox.acknowledge_reports(self._reports)
 
     def _take_request_event(self, request: directory_pb2.ConnectNodeRequest, kind: str) -> None:
         """An event of one request that can't be is counted and skipped: the node's other requests go on."""

@@ -30,7 +30,8 @@ class Outbox:
         self._limit_blocks = limit_blocks
         self._items: deque[tuple[bytes, int] | _Response] = deque()
         self._waiting_blocks = 0
-        self._acknowledged: int | None = None
+        self._ack = directory_pb2.Ack()
+        self._ack_due = False
         self._sequence = 0
         self._filled = asyncio.Event()
         self._end: BaseException | None = None
@@ -57,9 +58,14 @@ class Outbox:
         self._push(_Response(counts=directory_pb2.Counts(complete=True)))
 
     def acknowledge(self, sequence: int) -> None:
-        """Everything up to this batch was taken."""
-        self._acknowledged = sequence
-        self._filled.set()
+        """Every KV batch up to this one was taken."""
+        self._ack.sequence = sequence
+        self._acknowledge_soon()
+
+    def acknowledge_reports(self, reports: int) -> None:
+        """So many of the stream's first reports of requests were taken."""
+        self._ack.reports = reports
+        self._acknowledge_soon()
 
     def resync(self, reason: str) -> None:
         """Ask for everything the node holds."""
@@ -96,6 +102,10 @@ class Outbox:
         if self._end is not None:
             raise self._end
 
+    def _acknowledge_soon(self) -> None:
+        self._ack_due = True
+        self._filled.set()
+
     def _push(self, message: _Response) -> None:
         if not self._closed:
             self._items.append(message)
@@ -114,9 +124,9 @@ class Outbox:
                 message.counts.sequence = self._sequence
             message.term = self._term
             yield message
-        if self._acknowledged is not None and not self._closed:
-            acknowledged, self._acknowledged = self._acknowledged, None
-            yield _Response(term=self._term, ack=directory_pb2.Ack(sequence=acknowledged))
+        if self._ack_due and not self._closed:
+            self._ack_due = False
+            yield _Response(term=self._term, ack=self._ack)
 
     def _next_counts(self) -> directory_pb2.Counts:
         room = BLOCKS_PER_MESSAGE

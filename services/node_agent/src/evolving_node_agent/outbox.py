@@ -22,7 +22,6 @@ class Entry:
     needs: bytes  # name of the block that must be held first; empty: none
     since_s: float
     sent_s: float = 0.0
-    after_sequence: int = 0  # of the KV batch sent last before it
 
 
 class Outbox:
@@ -37,6 +36,7 @@ class Outbox:
         self._remember_s = remember_s  # an entry sent longer ago than this isn't sent again
         self._waiting: deque[Entry] = deque()
         self._sent: deque[Entry] = deque()
+        self._forgotten = 0  # reports of this stream that are no longer in `_sent`
         self.dropped = 0
 
     def __len__(self) -> int:
@@ -47,8 +47,8 @@ class Outbox:
         self._waiting.append(entry)
         self._trim(self._waiting)
 
-    def take(self, held: Callable[[bytes], bool], sequence: int, now_s: float) -> list[Entry]:
-        """The entries that may be sent now, after KV batch `sequence`, in order."""
+    def take(self, held: Callable[[bytes], bool], now_s: float) -> list[Entry]:
+        """The entries that may be sent now, in order."""
         ready: list[Entry] = []
         kept: deque[Entry] = deque()
         blocked: set[tuple[str, str, str]] = set()
@@ -56,7 +56,6 @@ class Outbox:
             late = now_s - entry.since_s >= self._patience_s
             if entry.request not in blocked and (not entry.needs or late or held(entry.needs)):
                 entry.sent_s = now_s
-                entry.after_sequence = sequence
                 ready.append(entry)
             else:
                 blocked.add(entry.request)
@@ -64,28 +63,33 @@ class Outbox:
         self._waiting = kept
         self._sent.extend(ready)
         while len(self._sent) > self._limit:
-            self._sent.popleft()
+            self._forget()
         return ready
 
-    def acknowledged(self, sequence: int) -> None:
-        """The directory took KV batch `sequence`, and with it everything sent before it."""
-        while self._sent and self._sent[0].after_sequence < sequence:
-            self._sent.popleft()
+    def acknowledged(self, reports: int) -> None:
+        """The directory took so many of the first entries sent on this stream."""
+        while self._sent and self._forgotten < reports:
+            self._forget()
 
     def reconnected(self, now_s: float) -> None:
         """A new stream: what was sent lately and not acknowledged is sent again.
 
         A report that came twice changes nothing while it is news. An old one would move a branch's home back to where
-        it was long ago, and a node that holds nothing new hears no acknowledgement: hence `remember_s`.
+        it was long ago: hence `remember_s`.
         """
         again = [entry for entry in self._sent if now_s - entry.sent_s < self._remember_s]
         self._sent.clear()
+        self._forgotten = 0
         self._waiting.extendleft(reversed(again))
         self._trim(self._waiting)
 
     def next_wakeup_s(self) -> float | None:
         """When to `take` again although nothing happened; None: not needed."""
         return min(entry.since_s for entry in self._waiting) + self._patience_s if self._waiting else None
+
+    def _forget(self) -> None:
+        self._sent.popleft()
+        self._forgotten += 1
 
     def _trim(self, entries: deque[Entry]) -> None:
         while len(entries) > self._limit:

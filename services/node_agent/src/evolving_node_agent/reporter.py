@@ -118,7 +118,7 @@ class DirectoryReporter:
 
     def _flush(self) -> None:
         if self._stream is not None and self._stream.writable:
-            for entry in self._outbox.take(self.held.holds, self._sequence, self.clock.now_s()):
+            for entry in self._outbox.take(self.held.holds, self.clock.now_s()):
                 self._stream.send(entry.message)
         self._unsent.set(len(self._outbox))
         self._dropped.set(self._outbox.dropped)
@@ -208,7 +208,7 @@ class DirectoryReporter:
     async def _take_response(self, stream: DirectoryStream, response: directory_pb2.ConnectNodeResponse) -> None:
         match response.WhichOneof("event"):
             case "ack":
-                self._outbox.acknowledged(response.ack.sequence)
+                self._outbox.acknowledged(response.ack.reports)
             case "resync":
                 _log.info("snapshot", reason=response.resync.reason, blocks=len(self.held))
                 await self._send_snapshot(stream)
@@ -219,6 +219,9 @@ class DirectoryReporter:
             case "retier":
                 dropped = await self._engine.free_l1()
                 _log.info("l1_freed", blocks=dropped, reason=response.retier.reason)
+            case "clear":
+                dropped = await self._engine.clear()
+                _log.info("cleared", blocks=dropped, reason=response.clear.reason)
 
     async def _take_counts(self, counts: directory_pb2.Counts) -> None:
         changed = self.counts.take({each.name: each.count for each in counts.counts})

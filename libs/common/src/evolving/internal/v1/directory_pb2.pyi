@@ -655,7 +655,7 @@ class ConnectNodeResponse(_message.Message):
     """A node drops what comes with a lower term than it knows."""
     @_builtins.property
     def ack(self) -> Global___Ack:
-        """The directory took everything up to this sequence."""
+        """What the directory took, and keeps across a restart of its own."""
 
     @_builtins.property
     def resync(self) -> Global___Resync:
@@ -695,15 +695,20 @@ class Ack(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    REPORTS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
+    """All KV batches up to this one; 0: none yet."""
+    reports: _builtins.int
+    """So many of this stream's first Landed, Output and RequestDone, refused ones included."""
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
+        reports: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reports", b"reports", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
