@@ -15,7 +15,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -58,8 +58,11 @@ def read_sessions(path: Path) -> Iterator[TraceSession]:
 
 
 def _open(path: Path) -> IO[bytes]:
-    openers: dict[str, Callable[[Path], IO[bytes]]] = {".gz": gzip.open, ".xz": lzma.open}  # type: ignore[dict-item]
-    return openers.get(path.suffix, lambda plain: plain.open("rb"))(path)
+    if path.suffix == ".gz":
+        return gzip.open(path)  # type: ignore[return-value]  # a file of bytes in all but name
+    if path.suffix == ".xz":
+        return lzma.open(path)
+    return path.open("rb")
 
 
 def _session(line: bytes, number: int) -> TraceSession:
@@ -86,7 +89,7 @@ def _agents_session(row: Row) -> TraceSession:
     subagents = _subagents(row, main, block_tokens)
     _tell_thinking(main, 0.0)
     for agent in subagents:
-        if agent.awaited and agent.starts_after + 1 < len(main):
+        if agent.parent_waits and agent.starts_after + 1 < len(main):
             _wait_for(main, agent)
     agents = (TraceAgent("", "", -1, False, _sharing_memory(main)), *subagents)
     if len({agent.agent_id for agent in agents}) < len(agents):
@@ -109,8 +112,8 @@ def _subagents(row: Row, main: list[TraceRequest], block_tokens: int) -> list[Tr
         _tell_services(requests, _rows(each))
         parent_end_s = main[before].at_s + main[before].service_s if before >= 0 else 0.0
         _tell_thinking(requests, parent_end_s)
-        awaited = not background
-        agents.append(TraceAgent(_text(each, "agent_id"), "", before, awaited, _sharing_memory(requests)))
+        parent_waits = not background
+        agents.append(TraceAgent(_text(each, "agent_id"), "", before, parent_waits, _sharing_memory(requests)))
     return sorted(agents, key=lambda agent: (agent.starts_after, agent.requests[0].at_s))
 
 

@@ -7,7 +7,7 @@ Times of a session whose agents wait for their answers (`open_loop` False) are g
 recorded. `think_s` is how long the agent took once what it waited for was there, which is what a replay keeps when the
 cluster it plays against answers sooner or later than the recorded one did. What a request waits for:
 
-- the agent's previous request, and every `awaited` sub-agent that started after it. In the recorded sessions a request
+- the agent's previous request, and every sub-agent that started after it and has `parent_waits`. In the recorded sessions a request
   of the main agent comes after the end of the sub-agents before it, except those launched in the background;
 - the first request of a sub-agent: the parent's request it starts after;
 - the first request of a main agent: nothing.
@@ -46,7 +46,7 @@ class TraceAgent:
     agent_id: str  # "" is the session's main agent
     parent_agent_id: str  # "" also for the main agent, which has none
     starts_after: int  # index of the parent's request whose answer started it; -1: at the session's start
-    awaited: bool  # whether the parent's next request waits for its end
+    parent_waits: bool  # whether the parent's next request waits for its end
     requests: tuple[TraceRequest, ...]
 
 
