@@ -7,8 +7,9 @@ Times of a session whose agents wait for their answers (`open_loop` False) are g
 recorded. `think_s` is how long the agent took once what it waited for was there, which is what a replay keeps when the
 cluster it plays against answers sooner or later than the recorded one did. What a request waits for:
 
-- the agent's previous request, and every sub-agent that started after it and has `parent_waits`. In the recorded sessions a request
-  of the main agent comes after the end of the sub-agents before it, except those launched in the background;
+- the agent's previous request, and every sub-agent with `parent_waits` that started after that one. In the recorded
+  sessions a request of the main agent comes after the end of the sub-agents before it, except those launched in the
+  background;
 - the first request of a sub-agent: the parent's request it starts after;
 - the first request of a main agent: nothing.
 """
