@@ -172,7 +172,7 @@ class ScriptedNode(node_agent_pb2_grpc.NodeAgentServiceServicer):
             yield self._said(queued=node_agent_pb2.PrefillQueued())
             await script.take.wait()
             prefilled = self.first_ids.setdefault(request.transfer_id, asyncio.get_running_loop().create_future())
-            yield self._said(taken=node_agent_pb2.PrefillTaken(queue_s=0.25, fetch_s=0.125))
+            yield self._said(taken=node_agent_pb2.PrefillTaken(queue_s=0.25, fetch_s=0.125, fetch_hidden_s=0.1))
             context_ids = bytes_ids(request.token_ids)
             first = script.next_id(context_ids, len(context_ids) - request.generated_tokens)
             last = (
@@ -258,6 +258,7 @@ class ScriptedDirectory(directory_pb2_grpc.DirectoryServiceServicer):
         self.ended: list[directory_pb2.EndRequest] = []
         self.match = directory_pb2.Match()
         self.kind = directory_pb2.BEGIN_KIND_EXTEND
+        self.loss = common_pb2.LOSS_CAUSE_UNSPECIFIED
         self.need_full = False  # answer bases with need_full
         self.refuse: ErrorDetail | None = None
         self.hang = False
@@ -285,7 +286,7 @@ class ScriptedDirectory(directory_pb2_grpc.DirectoryServiceServicer):
         if self.need_full and request.base_blocks:
             return directory_pb2.BeginResponse(need_full=True)
         version = request.branch.version or (3 if request.branch.branch_id else 0)
-        return directory_pb2.BeginResponse(version=version, kind=self.kind, match=self.match)
+        return directory_pb2.BeginResponse(version=version, kind=self.kind, match=self.match, loss=self.loss)
 
     async def Finish(self, request, context):  # type: ignore[no-untyped-def]
         self.finished.append(request)

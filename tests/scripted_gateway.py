@@ -159,8 +159,16 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
             cached=gateway_pb2.CachedTokens(own_l1=1, own_l2=2, peer_l2=0),
             usage=gateway_pb2.Usage(prompt_tokens=5, cached_tokens=3, computed_tokens=2, output_tokens=len(ids)),
             timings=gateway_pb2.Timings(
-                queue_s=0.1, fetch_s=0.2, prefill_s=0.3, transfer_s=0.4, ttft_s=0.5, tpot_s=0.6, total_s=0.7
+                queue_s=0.1,
+                fetch_s=0.2,
+                fetch_hidden_s=0.15,
+                prefill_s=0.3,
+                transfer_s=0.4,
+                ttft_s=0.5,
+                tpot_s=0.6,
+                total_s=0.7,
             ),
+            reuse=gateway_pb2.Reuse(pool_tokens=4, planned_tokens=3, loss=common_pb2.LOSS_CAUSE_NODE),
             attempts=0,
             reusable_blocks=4,
         )

@@ -19,9 +19,11 @@ from evolving_client import (
     Finished,
     FinishReason,
     InvalidRequest,
+    LossCause,
     Overloaded,
     ProtocolError,
     RetryPolicy,
+    Reuse,
     Started,
     Tokens,
     Unavailable,
@@ -74,6 +76,8 @@ async def test_a_stream_is_started_then_tokens_then_finished(client: Client) -> 
     assert finished.cached.total == finished.usage.cached_tokens
     assert finished.usage.prompt_tokens == finished.usage.cached_tokens + finished.usage.computed_tokens
     assert (finished.timings.queue_s, finished.timings.tpot_s) == (0.1, 0.6)
+    assert (finished.timings.fetch_s, finished.timings.fetch_hidden_s) == (0.2, 0.15)
+    assert finished.reuse == Reuse(pool_tokens=4, planned_tokens=3, loss=LossCause.NODE)
     assert (finished.prefill_node_id, finished.decode_node_id) == ("node-a", "node-b")
     assert finished.reconnects == 0
 

@@ -122,6 +122,8 @@ READY = node_agent_pb2.WatchStatusResponse(
     l1_total_tokens=1000,
     l2_used_tokens=2000,
     l2_total_tokens=4000,
+    l2_zero_tokens=500,
+    fetch_backlog_tokens=640,
     engine_starts=2,
     engine_pid=4711,
 )
@@ -181,8 +183,9 @@ async def test_status_asks_every_node_and_service(partition: Partition) -> None:
     assert "split 1P2D +1 mixed · epoch 5" in table, "the split's role where a node can't say its own"
     assert f"planner: {leading} leads" in table
     (row,) = (line for line in lines if line[:1] == ["node-a"])
-    kv = ["250/1000", "25%", "2000/4000", "50%"]
-    assert row == ["node-a", "ready", "prefill", "5", "0.25s", "3", "2", "1", "4", "28", *kv, "4711", "2", ready]
+    legs = ["3", "640", "2", "1", "4", "28"]
+    kv = ["250/1000", "25%", "2000/4000", "50%", "25%"]
+    assert row == ["node-a", "ready", "prefill", "5", "0.25s", *legs, *kv, "4711", "2", ready]
     (row,) = (line for line in lines if line[:1] == ["node-d"])
     assert row[:3] == ["node-d", "unreachable", "decode"]
 
@@ -246,6 +249,7 @@ async def test_generate_reads_standard_input(
     result = json.loads(out)
     assert result["output_token_ids"] == output_ids(128)
     assert (result["reason"], result["cached"]["own_l2"], result["reconnects"]) == ("length", 2, 0)
+    assert result["reuse"] == {"pool_tokens": 4, "planned_tokens": 3, "loss": "node"}
     assert gateway.requests[0].text == "Once\nupon"
     assert not gateway.requests[0].branch.branch_id
 

@@ -29,6 +29,8 @@ async def test_a_request_is_prefilled_here_and_decoded_there() -> None:
         assert finished.cached == gateway_pb2.CachedTokens(own_l1=16, own_l2=32)
         assert finished.reusable_blocks == (100 + 12 - 1) // BLOCK_TOKENS
         assert (finished.timings.queue_s, finished.timings.fetch_s, finished.timings.prefill_s) == (0.25, 0.125, 0.5)
+        assert finished.timings.fetch_hidden_s == 0.1
+        assert finished.reuse == gateway_pb2.Reuse()
         assert 0 < finished.timings.ttft_s <= finished.timings.total_s
         assert finished.attempts == 0
 
@@ -152,6 +154,32 @@ async def test_where_the_blocks_are_decides_and_hints_say_who_holds_them() -> No
         assert (hint.node_id, hint.pool_address, hint.incarnation) == ("a", "a:2", "a-1")
         assert (hint.first_block, hint.blocks) == (0, 6)
         assert prefill.expected_cached_tokens == 96
+
+
+def held_by(node_id: str, blocks: int) -> directory_pb2.Match:
+    """The match of a context whose first blocks one node holds in both tiers."""
+    return directory_pb2.Match(
+        pool_blocks=blocks,
+        nodes=[directory_pb2.NodeMatch(node_id=node_id, l1_blocks=blocks, l2_blocks=blocks, any_blocks=blocks)],
+        holders=[directory_pb2.HolderRun(first_block=0, blocks=blocks, node_ids=[node_id])],
+    )
+
+
+async def test_finished_tells_what_the_pool_had_and_what_was_to_be_reused() -> None:
+    whole = PROMPT[: 6 * BLOCK_TOKENS]
+    one_token = gateway_pb2.Sampling(max_tokens=1)
+    async with bench("a", "b", fetch_bytes_per_s=1e6) as it:  # slower than computing
+        it.directory.match, it.directory.loss = held_by("a", 6), common_pb2.LOSS_CAUSE_SWITCH
+        at_holder = await it.generate(whole, sampling=one_token).all()
+        assert at_holder.prefill_node_id == "a"
+        assert at_holder.reuse == gateway_pb2.Reuse(
+            pool_tokens=95, planned_tokens=95, loss=common_pb2.LOSS_CAUSE_SWITCH
+        )
+        await it.wait("a", 9.0)
+        it.directory.loss = common_pb2.LOSS_CAUSE_UNSPECIFIED
+        elsewhere = await it.generate(whole, sampling=one_token).all()
+        assert elsewhere.prefill_node_id == "b"
+        assert elsewhere.reuse == gateway_pb2.Reuse(pool_tokens=95, planned_tokens=0)
 
 
 async def test_models_branches_and_ends() -> None:

@@ -60,6 +60,25 @@ async def test_a_decode_node_that_dies_is_replaced_and_the_stream_resumes() -> N
         assert [started.prefill_node_id for started in stream.started] == ["p", "p"]
 
 
+async def test_reuse_is_that_of_the_last_routing_within_the_prompt() -> None:
+    async with bench("p", "d1", "d2") as it:
+        await it.split(1, p="prefill", d1="decode", d2="decode")
+        it.nodes["d1"].script.pause_at = it.nodes["d2"].script.pause_at = 18
+        stream = it.generate(PROMPT, branch=BRANCH, sampling=SAMPLING)
+        await stream.until(lambda: len(stream.ids) == 18)
+        first = next(node for node in (it.nodes["d1"], it.nodes["d2"]) if node.decodes)
+        it.nodes["d2" if first.node_id == "d1" else "d1"].script.pause_at = None
+        it.directory.loss = common_pb2.LOSS_CAUSE_NODE
+        it.directory.match = directory_pb2.Match(  # P has all seven blocks of prompt and output
+            pool_blocks=7, nodes=[directory_pb2.NodeMatch(node_id="p", l2_blocks=7, any_blocks=7)]
+        )
+        await first.die()
+        finished = await finish(stream)
+        assert finished.reuse == gateway_pb2.Reuse(
+            pool_tokens=len(PROMPT), planned_tokens=len(PROMPT), loss=common_pb2.LOSS_CAUSE_NODE
+        )
+
+
 async def test_a_decode_node_that_dies_after_its_last_token_costs_nothing() -> None:
     async with bench("p", "d") as it:
         await it.split(1, p="prefill", d="decode")

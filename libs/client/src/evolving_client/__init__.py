@@ -18,7 +18,18 @@ from evolving_client.errors import (
     UnknownBranch,
     UnknownModel,
 )
-from evolving_client.events import Cached, Event, Finished, FinishReason, Started, Timings, Tokens, Usage
+from evolving_client.events import (
+    Cached,
+    Event,
+    Finished,
+    FinishReason,
+    LossCause,
+    Reuse,
+    Started,
+    Timings,
+    Tokens,
+    Usage,
+)
 from evolving_client.generation import Generation
 from evolving_client.options import GenerateOptions
 from evolving_client.retry import RetryPolicy
@@ -36,6 +47,7 @@ __all__ = [
     "GenerateOptions",
     "Generation",
     "InvalidRequest",
+    "LossCause",
     "Message",
     "Overloaded",
     "Prompt",
@@ -43,6 +55,7 @@ __all__ = [
     "Refused",
     "RequestConflict",
     "RetryPolicy",
+    "Reuse",
     "StaleVersion",
     "Started",
     "Timings",

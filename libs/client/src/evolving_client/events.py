@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from evolving.v1 import gateway_pb2
+from evolving.v1 import common_pb2, gateway_pb2
 from evolving_client.errors import InvalidRequest, ProtocolError
 
 
@@ -18,6 +18,15 @@ class FinishReason(Enum):
     """A stop text, a stop token or the model's end token."""
     LENGTH = "length"
     """`max_tokens` or the model's context was reached."""
+
+
+class LossCause(Enum):
+    """Why KV is gone that the branch counted, where it wasn't evicted."""
+
+    SWITCH = "switch"
+    """A role switch emptied the node."""
+    NODE = "node"
+    """The node went away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +85,30 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Reuse:
+    """What could have been reused when the request was last routed; `Cached` tells what was.
+
+    pool_tokens: leading prompt tokens whose KV some node held; the last token is always computed. planned_tokens: of
+    them, those routing meant to reuse; the others were sooner computed than fetched. loss: why the pool had less than
+    the branch counted, where it wasn't eviction; None: not known to have lost anything.
+    """
+
+    pool_tokens: int
+    planned_tokens: int
+    loss: LossCause | None
+
+
+@dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds, of the last attempt; ttft_s from the arrival at the gateway to the first token it sent."""
+    """Seconds, of the last attempt; ttft_s from the arrival at the gateway to the first token it sent.
+
+    fetch_s: in which KV was read from other nodes; fetch_hidden_s: of it, what passed while the request had to wait
+    anyway.
+    """
 
     queue_s: float
     fetch_s: float
+    fetch_hidden_s: float
     prefill_s: float
     transfer_s: float
     ttft_s: float
@@ -105,6 +133,7 @@ class Finished:
     prefill_node_id: str
     decode_node_id: str
     cached: Cached
+    reuse: Reuse
     usage: Usage
     timings: Timings
     attempts: int
@@ -117,6 +146,10 @@ Event = Started | Tokens | Finished
 _REASONS = {
     gateway_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     gateway_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+}
+_LOSSES = {
+    common_pb2.LOSS_CAUSE_SWITCH: LossCause.SWITCH,
+    common_pb2.LOSS_CAUSE_NODE: LossCause.NODE,
 }
 
 
@@ -158,7 +191,7 @@ def finished_from(message: gateway_pb2.GenerateFinished, *, request_id: str, ver
     reason = _REASONS.get(message.reason)
     if reason is None:
         raise ProtocolError(f"unknown finish reason {message.reason}: is the gateway newer than this client?")
-    cached, usage, timings = message.cached, message.usage, message.timings
+    cached, reuse, usage, timings = message.cached, message.reuse, message.usage, message.timings
     return Finished(
         request_id=request_id,
         version=version,
@@ -168,10 +201,12 @@ def finished_from(message: gateway_pb2.GenerateFinished, *, request_id: str, ver
         prefill_node_id=message.prefill_node_id,
         decode_node_id=message.decode_node_id,
         cached=Cached(cached.own_l1, cached.own_l2, cached.peer_l2),
+        reuse=Reuse(reuse.pool_tokens, reuse.planned_tokens, _LOSSES.get(reuse.loss)),
         usage=Usage(usage.prompt_tokens, usage.cached_tokens, usage.computed_tokens, usage.output_tokens),
         timings=Timings(
             queue_s=timings.queue_s,
             fetch_s=timings.fetch_s,
+            fetch_hidden_s=timings.fetch_hidden_s,
             prefill_s=timings.prefill_s,
             transfer_s=timings.transfer_s,
             ttft_s=timings.ttft_s,

@@ -68,6 +68,7 @@ class Report:
     cached: gateway_pb2.CachedTokens = field(default_factory=gateway_pb2.CachedTokens)
     queue_s: float = 0.0
     fetch_s: float = 0.0
+    fetch_hidden_s: float = 0.0
     prefill_s: float = 0.0
     transfer_s: float = 0.0
 
@@ -249,7 +250,9 @@ class Attempt:
                 await self._events.put(Requoted())
             case "taken":
                 self._taken = True
-                self.report.queue_s, self.report.fetch_s = response.taken.queue_s, response.taken.fetch_s
+                taken = response.taken
+                self.report.queue_s, self.report.fetch_s = taken.queue_s, taken.fetch_s
+                self.report.fetch_hidden_s = taken.fetch_hidden_s
                 await self._hand_off()
             case "prefilled":
                 await self._take_first(response.prefilled)

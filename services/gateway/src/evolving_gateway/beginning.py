@@ -21,6 +21,7 @@ class Begun:
 
     version: int  # of its branch; 0 without one, or when the directory is away and the client named none
     match: directory_pb2.Match
+    loss: common_pb2.LossCause.ValueType = common_pb2.LOSS_CAUSE_UNSPECIFIED  # why copies its branch counted are gone
 
 
 class Beginning:
@@ -61,7 +62,7 @@ class Beginning:
             return Begun(branch.version, NOWHERE)
         if branch.branch_id and not rematch and answer.kind in _SETS_CONTEXT:
             self._contexts.keep(tenant, branch.branch_id, context)
-        return Begun(answer.version, answer.match)
+        return Begun(answer.version, answer.match, answer.loss)
 
     def finish(self, tenant: str, request_id: str, branch: common_pb2.BranchMetadata) -> None:
         """The request is over, whatever its outcome."""

@@ -10,7 +10,6 @@ import grpc
 
 from evolving.core.blocks import TOKEN_BYTES, reusable_blocks, root_digest
 from evolving.core.routing import Context, PrefillDecision, PrefillScore
-from evolving.internal.v1 import directory_pb2
 from evolving.runtime.clock import Clock
 from evolving.runtime.errors import DeadlineExceeded
 from evolving.runtime.log import get_logger
@@ -86,6 +85,7 @@ class Request:
         self._output = Output(decoder, request.sampling.stop)
         self._recovery = Recovery(desk.settings.attempts_max, desk.settings.recover_s, progress_s=arrived_s)
         self._match = NOWHERE
+        self._reuse = gateway_pb2.Reuse()
         self._version = 0
         self._begun_s = 0.0
         self._requotes = 0
@@ -102,7 +102,7 @@ class Request:
         owed = True  # the directory may have heard of the request
         try:
             try:
-                self._version, self._match = await self._begin(self._prompt.tokens)
+                self._version = await self._begin(self._prompt.tokens)
             except DirectoryRefused:
                 owed = False
                 raise
@@ -119,11 +119,14 @@ class Request:
             if owed and not claim.superseded:
                 self._desk.beginning.finish(self._tenant, self._request.request_id, self._request.branch)
 
-    async def _begin(self, tokens: bytes, rematch: bool = False) -> tuple[int, directory_pb2.Match]:
+    async def _begin(self, tokens: bytes, rematch: bool = False) -> int:
+        """Learn where the blocks of `tokens` are; the version. Raises DirectoryRefused."""
         begun = await self._desk.beginning.begin(
             self._tenant, self._request.request_id, self._request.branch, self._model, self._root, tokens, rematch
         )
-        return begun.version, begun.match
+        self._match = begun.match
+        self._reuse.loss = begun.loss or self._reuse.loss
+        return begun.version
 
     def _over_already(self, stopped: bool) -> gateway_pb2.FinishReason.ValueType:
         """Why nothing is left to generate after the ids there are; 0 when something is."""
@@ -167,7 +170,11 @@ class Request:
             self._model.block_tokens,
             self._match.pool_blocks,
         )
-        return self._desk.router.prefill(self._model, context, self._match, self._recovery.avoid_prefill)
+        decision = self._desk.router.prefill(self._model, context, self._match, self._recovery.avoid_prefill)
+        self._reuse.pool_tokens = min(context.pool_tokens, self._prompt.length)
+        planned_tokens = decision.chosen.cached_tokens if decision.chosen is not None else 0
+        self._reuse.planned_tokens = min(planned_tokens, self._prompt.length)
+        return decision
 
     async def _attempt(
         self, decision: PrefillDecision, score: PrefillScore
@@ -254,7 +261,7 @@ class Request:
         if len(tokens) // TOKEN_BYTES > self._model.max_prompt_tokens:
             raise TooLongToMove(f"{error}; {len(tokens) // TOKEN_BYTES} tokens are too many to compute anew")
         try:
-            _, self._match = await self._begin(tokens, rematch=True)
+            await self._begin(tokens, rematch=True)
         except DirectoryRefused as refusal:  # its branch ended meanwhile, which never stops a running request
             _log.info("not_rematched", reason=refusal.reason)
             self._match = NOWHERE
@@ -314,6 +321,7 @@ class Request:
             timings=gateway_pb2.Timings(
                 queue_s=report.queue_s,
                 fetch_s=report.fetch_s,
+                fetch_hidden_s=report.fetch_hidden_s,
                 prefill_s=report.prefill_s,
                 transfer_s=report.transfer_s,
                 ttft_s=ttft_s,
@@ -322,6 +330,7 @@ class Request:
             ),
             attempts=self._recovery.moves,
             reusable_blocks=reusable_blocks(prompt_tokens, len(output.ids), self._model.block_tokens),
+            reuse=self._reuse,
         )
         return gateway_pb2.GenerateResponse(finished=finished)
 

@@ -59,7 +59,9 @@ class PrefillRun:
         """Report what the event means and say it to the caller."""
         if isinstance(event, Taken):
             self._node.leg_taken(self._job.leg_id)
-            taken = node_agent_pb2.PrefillTaken(queue_s=event.queue_s, fetch_s=event.fetch_s)
+            taken = node_agent_pb2.PrefillTaken(
+                queue_s=event.queue_s, fetch_s=event.fetch_s, fetch_hidden_s=event.hidden_s
+            )
             return node_agent_pb2.PrefillResponse(taken=taken)
         if isinstance(event, Prefilled):
             self._node.leg_prefilled(self._job.leg_id, event.cached)

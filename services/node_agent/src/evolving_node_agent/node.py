@@ -13,6 +13,7 @@ from evolving.runtime.tasks import first_of
 from evolving.v1 import common_pb2
 from evolving_node_agent.engines.port import CachedTokens, Engine, EngineInfo, EngineStatus
 from evolving_node_agent.errors import EngineIsDown
+from evolving_node_agent.fetch_rate import FetchRate
 from evolving_node_agent.roles import RoleWatch
 from evolving_node_agent.waits import LegSize, RestoredShare, new_tokens_per_iteration, wait_s
 
@@ -36,6 +37,7 @@ class Node:
         self.waiting: dict[str, LegSize] = {}  # prefill legs not taken yet
         self.running: dict[str, LegSize] = {}  # prefill legs taken and not prefilled
         self._restored_share = RestoredShare()
+        self._fetch_rate = FetchRate()
         self._info: EngineInfo | None = None
         self._clock = clock
         self._watchers: set[asyncio.Event] = set()
@@ -54,6 +56,7 @@ class Node:
         """A life began."""
         self._info = info
         self.engine_starts += 1
+        self._fetch_rate.new_life()
         self.notify()
 
     def engine_down(self) -> None:
@@ -69,7 +72,8 @@ class Node:
 
     async def follow_engine(self) -> None:
         """Pass on the engine's status changes until its life ends."""
-        async for _ in self.engine.status_changes():
+        async for status in self.engine.status_changes():
+            self._fetch_rate.observe(status.fetched_tokens, status.fetch_busy_s)
             self.notify()
 
     # -- legs
@@ -171,6 +175,10 @@ class Node:
                 iterations=status.iterations,
                 retractions=status.retractions,
                 new_tokens_per_iteration=new_tokens_per_iteration(status),
+                l2_zero_tokens=status.l2_zero_tokens,
+                fetch_backlog_tokens=status.fetch_backlog_tokens,
+                fetch_tokens_per_s=self._fetch_rate.tokens_per_s,
+                fetching_blocks=status.fetching_blocks,
             )
         )
         return response

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
+from enum import Enum
 
 from evolving.v1 import gateway_pb2
 from evolving_client.client import Client
@@ -128,7 +129,12 @@ async def _within(limit_s: float, events: AsyncIterator[Event]) -> AsyncIterator
 
 def as_json(finished: Finished) -> Plain:
     """The documented form: the fields of evolving_client.Finished."""
-    return {**asdict(finished), "reason": finished.reason.value}
+    return asdict(finished, dict_factory=_words)
+
+
+def _words(fields: list[tuple[str, object]]) -> Plain:
+    """Enums as their words."""
+    return {name: value.value if isinstance(value, Enum) else value for name, value in fields}
 
 
 def summary(finished: Finished) -> str:

@@ -46,7 +46,12 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title:
 
 def share(used: int, total: int) -> str:
     """ "1200/4000 30%"."""
-    return f"{used}/{total} {100 * used / total:.0f}%" if total else "-"
+    return f"{used}/{total} {percent(used, total)}" if total else "-"
+
+
+def percent(part: int, whole: int) -> str:
+    """ "30%"; "-" of nothing."""
+    return f"{100 * part / whole:.0f}%" if whole else "-"
 
 
 def seconds(value_s: float) -> str:

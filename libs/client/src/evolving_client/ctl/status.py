@@ -127,8 +127,8 @@ def print_status(registry: Registry, nodes: list[NodeState], services: list[Serv
         f"partition {partition} · split {output.shape_of(roles)} · epoch {registry.epoch} · planner: {leader} leads"
     )
     output.print_table(
-        ["node", "state", "role", ">epoch", ">wait", ">queued", ">prefilling", ">holding", ">decoding", ">slots free",
-         ">KV L1 tokens", ">KV L2 tokens", ">engine pid", ">starts", "address"],
+        ["node", "state", "role", ">epoch", ">wait", ">queued", ">to fetch", ">prefilling", ">holding", ">decoding",
+         ">slots free", ">KV L1 tokens", ">KV L2 tokens", ">L2 uncounted", ">engine pid", ">starts", "address"],
         [_node_row(state, role) for state, role in zip(nodes, roles, strict=True)],
     )  # fmt: skip
     output.print_table(
@@ -157,7 +157,7 @@ def _role(registry: Registry, state: NodeState) -> str:
 def _node_row(state: NodeState, role: str) -> list[str]:
     status = state.status
     if status is None:
-        return [state.node.node_id, state.state, role, *["-"] * 11, state.node.address]
+        return [state.node.node_id, state.state, role, *["-"] * 13, state.node.address]
     return [
         state.node.node_id,
         state.state,
@@ -165,12 +165,14 @@ def _node_row(state: NodeState, role: str) -> list[str]:
         str(status.epoch),
         output.seconds(status.wait_s),
         str(status.queued_legs),
+        str(status.fetch_backlog_tokens),
         str(status.prefilling_legs),
         str(status.holding_legs),
         str(status.decoding),
         str(status.decode_slots_free),
         output.share(status.l1_used_tokens, status.l1_total_tokens),
         output.share(status.l2_used_tokens, status.l2_total_tokens),
+        output.percent(status.l2_zero_tokens, status.l2_used_tokens),
         str(status.engine_pid),
         str(status.engine_starts),
         state.node.address,

@@ -48,6 +48,11 @@ class Context:
     block_tokens: int
     pool_blocks: int = 0  # leading blocks that have a copy on some node
 
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that could be reused wherever the request goes; the last is always computed."""
+        return min(self.pool_blocks * self.block_tokens, max(0, self.tokens - 1))
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillNode:

@@ -1,0 +1,106 @@
+"""What a node agent says of its engine's part of the pool: fetches from peers, and how full host memory is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from waiting import eventually
+
+from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
+from evolving.internal.v1 import node_agent_pb2
+from evolving.runtime.clock import SystemClock
+from evolving_node_agent.engines.port import Engine, EngineInfo, EngineStatus
+from evolving_node_agent.fetch_rate import FetchRate
+from evolving_node_agent.node import Node
+
+INFO = EngineInfo("1", "m", "m/f32", 16, 1000, 1024, 2048, 4096, 8192, 8, 128, 64, "n:1", "n:2", 1)
+
+
+class ScriptedEngine:
+    """Says the statuses it is given, and no more."""
+
+    def __init__(self) -> None:
+        self.statuses: asyncio.Queue[EngineStatus] = asyncio.Queue()
+        self._status = EngineStatus()
+
+    def status(self) -> EngineStatus:
+        """The newest."""
+        return self._status
+
+    async def status_changes(self) -> AsyncIterator[EngineStatus]:
+        """Each, as it is given."""
+        while True:
+            self._status = await self.statuses.get()
+            yield self._status
+
+
+def node_of(engine: ScriptedEngine) -> Node:
+    """A node whose engine is up."""
+    prefill, decode = PrefillCoefficients(0.01, 1e-4, 0.0), DecodeCoefficients(0.01, 0.0, 0.001)
+    node = Node("n", cast("Engine", engine), prefill, decode, SystemClock())
+    node.engine_up(INFO)
+    return node
+
+
+async def said(engine: ScriptedEngine, node: Node, **fields: Any) -> node_agent_pb2.WatchStatusResponse:
+    """What watchers get once the engine said this."""
+    status = EngineStatus(**fields)
+    engine.statuses.put_nowait(status)
+    await eventually(lambda: engine.status() is status)
+    await asyncio.sleep(0)  # the node takes what it was just given
+    return node.status()
+
+
+async def test_the_status_tells_of_the_pool() -> None:
+    engine = ScriptedEngine()
+    node = node_of(engine)
+    following = asyncio.create_task(node.follow_engine())
+    try:
+        before = await said(engine, node, l2_used_tokens=100, l2_zero_tokens=30, fetch_backlog_tokens=70)
+        assert (before.l2_zero_tokens, before.fetch_backlog_tokens, before.fetch_tokens_per_s) == (30, 70, 0.0)
+        during = await said(engine, node, fetching_blocks=4, fetched_tokens=64, fetch_busy_s=0.5)
+        assert (during.fetching_blocks, during.fetch_tokens_per_s) == (4, pytest.approx(128))
+        node.engine_down()
+        node.engine_up(INFO)
+        again = await said(engine, node, fetched_tokens=64, fetch_busy_s=0.5)
+        assert again.fetch_tokens_per_s == pytest.approx(128), "the next life counts from 0"
+    finally:
+        following.cancel()
+
+
+Reads = list[tuple[int, float]]
+reads = st.lists(st.tuples(st.integers(0, 10_000), st.floats(0.001, 5.0)), min_size=1, max_size=30)
+
+
+def rate_after(told: Reads, horizon_s: float = 2.0) -> FetchRate:
+    """Told step by step of reads that brought so many tokens in so many seconds."""
+    rate, tokens, busy_s = FetchRate(horizon_s), 0, 0.0
+    for more, seconds in told:
+        tokens, busy_s = tokens + more, busy_s + seconds
+        rate.observe(tokens, busy_s)
+    return rate
+
+
+@given(told=reads)
+def test_the_rate_lies_between_the_slowest_and_the_fastest_read(told: Reads) -> None:
+    each = [tokens / seconds for tokens, seconds in told]
+    assert min(each) * 0.999 <= rate_after(told).tokens_per_s <= max(each) * 1.001
+
+
+@given(told=reads)
+def test_what_was_long_ago_in_time_of_reading_hardly_counts(told: Reads) -> None:
+    now = [(500, 0.5)] * 60  # 15 horizons
+    assert rate_after(told + now).tokens_per_s == pytest.approx(1000, rel=0.02)
+
+
+def test_idle_time_forgets_nothing_and_a_read_that_hangs_lowers_the_rate() -> None:
+    rate = rate_after([(1000, 1.0)])
+    rate.observe(1000, 1.0)
+    assert rate.tokens_per_s == 1000
+    rate.observe(1000, 2.0)
+    assert 0 < rate.tokens_per_s < 600
