@@ -20,7 +20,8 @@ setup: .venv/.ready ## install everything into .venv
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "setup: Python 3.11 or newer is needed; say which with make PYTHON=python3.11" >&2; exit 1; }
 	@$(BIN)/pip install -q -c constraints.txt setuptools wheel
-	@$(BIN)/pip install -q --no-warn-conflicts --no-build-isolation -c constraints.txt -e libs/common -e libs/client -e libs/sim \
+	@$(BIN)/pip install -q --no-warn-conflicts --no-build-isolation -c constraints.txt \
+	  -e libs/common -e libs/client -e libs/sim -e libs/replay \
 	  $(foreach service,$(filter-out node_agent,$(SERVICES)),-e services/$(service)) -e 'services/node_agent[sglang]' \
 	  -r deploy/setup/dev-requirements.txt
 	@$(BIN)/pip install -q --no-deps -c constraints.txt sglang torchvision

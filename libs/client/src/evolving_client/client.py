@@ -10,7 +10,7 @@ import grpc
 
 from evolving.v1 import common_pb2, gateway_pb2
 from evolving_client.branch import Branch, new_id
-from evolving_client.context import Context, Message, chosen_context
+from evolving_client.context import Message, WritesPrompt, chosen_context
 from evolving_client.errors import InvalidRequest
 from evolving_client.gateways import Gateways
 from evolving_client.generation import Generation, Listener, Prepare
@@ -102,7 +102,7 @@ class Client:
 
     def start_generation(
         self,
-        context: Context,
+        context: WritesPrompt,
         options: GenerateOptions,
         branch: common_pb2.BranchMetadata | None,
         *,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 from evolving.v1 import gateway_pb2
 from evolving_client.errors import InvalidRequest
@@ -22,6 +22,13 @@ An answer of the model may carry "token_ids", its output ids, which then stand i
 
 Prompt = str | Iterable[Message] | Iterable[int]
 """Text, messages or token ids."""
+
+
+class WritesPrompt(Protocol):
+    """What a request's prompt comes from: a context, or ids that a tool has encoded already."""
+
+    def write_to(self, request: gateway_pb2.GenerateRequest) -> None:
+        """Set the request's prompt."""
 
 
 @dataclass(frozen=True, slots=True)
