@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from evolving.core.homes import HomeMap
@@ -126,6 +126,19 @@ class Lineage:
             found.extend(self.children(at))
         return found
 
+    def families(self) -> Iterator[tuple[BranchKey, tuple[BranchKey, ...]]]:
+        """Each key that has children, with them."""
+        return ((key, tuple(kin.children)) for key, kin in self._kin.items() if kin.children)
+
+    def restore(self, live: Iterable[BranchKey], families: Iterable[tuple[BranchKey, Iterable[BranchKey]]]) -> None:
+        """What `families` said, over the branches that are live."""
+        for key in live:
+            self._kin[key] = _Kin(None)
+        for parent, children in families:
+            self._kin.setdefault(parent, _Kin(None)).children.update(dict.fromkeys(children))
+            for child in children:
+                self._kin.setdefault(child, _Kin(None)).parent = parent
+
     def check_invariants(self, live: dict[BranchKey, Branch]) -> None:
         """Assert that links agree both ways and that every leaf is live."""
         assert live.keys() <= self._kin.keys()
@@ -226,6 +239,19 @@ class BranchTable:
     def oldest_tombstone(self) -> tuple[BranchKey, Tombstone] | None:
         """The branch that ended first."""
         return next(iter(self.tombstones.items()), None)
+
+    def restore(self, families: Iterable[tuple[BranchKey, list[BranchKey]]]) -> None:
+        """Complete a table whose `live` and `tombstones` were filled from a snapshot."""
+        self.lineage.restore(self.live, families)
+        idle = [each for each in self.live.values() if not each.running and not self.lineage.has_descendants(each.key)]
+        self._idle = {branch.key: None for branch in sorted(idle, key=lambda branch: branch.last_event_s)}
+        running = [
+            (request.last_event_s, (key, request.request_id))
+            for key, branch in self.live.items()
+            for request in branch.requests.values()
+            if not request.done
+        ]
+        self._running = {at: None for _, at in sorted(running, key=lambda each: each[0])}
 
     def check_invariants(self) -> None:
         """Assert that queues, counters and lineage agree with the branches."""

@@ -29,10 +29,20 @@ The rules, where the paper leaves them open:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from evolving.core import directory_audit, directory_begin, directory_nodes, directory_requests, directory_views
+from evolving.core import (
+    directory_audit,
+    directory_begin,
+    directory_nodes,
+    directory_replay,
+    directory_requests,
+    directory_snapshot,
+    directory_views,
+)
 from evolving.core.config import DirectoryConfig
+from evolving.core.directory_log import Log, LogEntry
+from evolving.core.directory_snapshot import SnapshotPart
 from evolving.core.directory_state import DirectoryState
 from evolving.core.directory_types import (
     AuditReport,
@@ -157,6 +167,41 @@ class Directory:
     def next_wakeup_s(self) -> float | None:
         """When `tick` has something to do next; None: never, as things stand."""
         return directory_requests.next_wakeup_s(self._state)
+
+    # --------------------------------------------------------------------------------------------- surviving a restart
+
+    def keep_log(self, log: Log) -> None:
+        """Tell `log` of every change of branches and homes from now on, as soon as it happened. Counters of `stats`
+        start at 0 here."""
+        self._state.counters.clear()
+        self._state.ignored.clear()
+        self._state.log = log
+
+    def replay(self, entry: LogEntry) -> None:
+        """Take the next entry of the log of a directory that this one is to become. Nodes in it hold nothing until
+        they send a snapshot."""
+        directory_replay.replay(self._state, entry)
+
+    def snapshot(self) -> Iterator[SnapshotPart]:
+        """What all entries of the log so far amount to. The directory must not change meanwhile. Walks all contexts."""
+        return directory_snapshot.dump(self._state)
+
+    @classmethod
+    def restore(cls, config: DirectoryConfig, parts: Iterable[SnapshotPart]) -> Directory:
+        """A directory as another one's `snapshot` told of it, nodes as after `replay`."""
+        directory = cls(config)
+        directory_snapshot.restore(directory._state, parts)
+        return directory
+
+    def awaits_resync(self, node_id: str) -> bool:
+        """Whether a node is known whose copies are not, until its resync ends."""
+        node = self._state.counts.nodes.get(node_id)
+        return node is not None and (node.resync_asked or node.resyncing)
+
+    @property
+    def now_s(self) -> float:
+        """The latest time this directory was told."""
+        return self._state.now_s
 
     # ---------------------------------------------------------------------------------------------------------- reads
 

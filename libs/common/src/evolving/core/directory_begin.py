@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from evolving.core.branches import Branch, BranchKey, Request
+from evolving.core.directory_log import Began, Heard
 from evolving.core.directory_state import DirectoryState
 from evolving.core.directory_types import Begin, BeginAnswer, BeginKind, Effect, Match
 from evolving.core.errors import BranchEnded, InvalidArgument, NeedFull, RequestConflict, StaleVersion
@@ -46,7 +48,11 @@ def begin(state: DirectoryState, now_s: float, event: Begin) -> tuple[BeginAnswe
     if known is not None:
         assert branch is not None
         return _replay(state, now_s, branch, known, position), []
-    return _first_time(state, now_s, key, branch, event, position)
+    entry = None if state.log is None else Began(now_s, _written_out(state, branch, event, base))
+    answer, effects = _first_time(state, now_s, key, branch, event, position)
+    if entry is not None:
+        state.record(entry)
+    return answer, effects
 
 
 def rematch(state: DirectoryState, now_s: float, event: Begin) -> Match:
@@ -57,7 +63,7 @@ def rematch(state: DirectoryState, now_s: float, event: Begin) -> Match:
     run, depth = state.index.deepest(base, event.base_blocks, event.new_names)
     known = None if branch is None else branch.requests.get(event.request_id)
     if branch is not None and known is not None:
-        state.table.hear(now_s, branch, known)
+        _hear(state, now_s, branch, known)
     state.counters["rematches"] += 1
     return _match_position(state, _Position(run, depth, b"", blocks))
 
@@ -93,22 +99,44 @@ def _base(state: DirectoryState, branch: Branch | None, event: Begin) -> Run | N
     """The run with the last block of the base. Raises NeedFull."""
     if event.base_blocks == 0:
         return None
-    parent = state.table.live.get((event.tenant, event.parent_branch_id))
-    for candidate in (branch, parent):
-        if candidate is not None:
-            run = state.index.on_path(candidate.tip, event.base_blocks - 1, event.base_name)
-            if run is not None:
-                return run
+    run = _base_in_context(state, branch, event)
+    if run is not None:
+        return run
     run = state.index.on_path(state.index.indexed(event.base_name), event.base_blocks - 1, event.base_name)
     if run is None:
         raise NeedFull(f"the first {event.base_blocks} blocks are not known")
     return run
 
 
+def _base_in_context(state: DirectoryState, branch: Branch | None, event: Begin) -> Run | None:
+    """The run with the last block of the base, when it is in the branch's context or in its parent's."""
+    parent = state.table.live.get((event.tenant, event.parent_branch_id))
+    for candidate in (branch, parent):
+        if candidate is not None:
+            run = state.index.on_path(candidate.tip, event.base_blocks - 1, event.base_name)
+            if run is not None:
+                return run
+    return None
+
+
+def _written_out(state: DirectoryState, branch: Branch | None, event: Begin, base: Run | None) -> Begin:
+    """The event as one that needs no copies to be understood: a base no context has is named in full."""
+    if base is None or _base_in_context(state, branch, event) is not None:
+        return event
+    names = b"".join(run.names for run in state.index.path(base))[: event.base_blocks * NAME_BYTES]
+    return replace(event, base_blocks=0, base_name=b"", new_names=names + event.new_names)
+
+
+def _hear(state: DirectoryState, now_s: float, branch: Branch, request: Request) -> None:
+    """An event of a request that began before."""
+    state.table.hear(now_s, branch, request)
+    state.record(Heard(now_s, *branch.key, request.request_id))
+
+
 def _replay(state: DirectoryState, now_s: float, branch: Branch, known: Request, position: _Position) -> BeginAnswer:
     """The stored answer, with a match of this moment: where the blocks are may have changed since."""
     state.counters["replays"] += 1
-    state.table.hear(now_s, branch, known)
+    _hear(state, now_s, branch, known)
     return BeginAnswer(known.version, BeginKind.REPLAY, known.prompt_blocks, _match_position(state, position))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evolving.core.config import DecodeToPrefill
+from evolving.core.directory_log import Claim, NodeCame, NodeLost, RoleSwitched
 from evolving.core.directory_state import DirectoryState
 from evolving.core.directory_types import (
     Cleared,
@@ -29,10 +30,12 @@ def node_up(state: DirectoryState, node_id: str, incarnation: str, next_sequence
     node = state.counts.nodes.get(node_id)
     if node is None:
         node = state.counts.add_node(node_id, incarnation)
+        state.record(NodeCame(state.now_s, node_id, incarnation))
     elif node.incarnation != incarnation:
         _start_over(state, node)
         node.incarnation = incarnation
         node.last_sequence = 0
+        state.record(NodeCame(state.now_s, node_id, incarnation))
     elif node.resync_asked or node.resyncing:
         return _ask_resync(state, node, "the node came back before its resync ended")
     if next_sequence not in (0, node.last_sequence + 1):
@@ -59,6 +62,7 @@ def node_gone(state: DirectoryState, node_id: str) -> list[Effect]:
     if node is None:
         return state.ignore("unknown_node", "the node is not up")
     state.counts.remove_node(node, state.table.live.values())
+    state.record(NodeLost(state.now_s, node_id))
     return []
 
 
@@ -168,14 +172,18 @@ def role_switch(state: DirectoryState, node_id: str, old: Role, new: Role) -> li
         return effects
     reason = "switched from decode to prefill"
     if state.config.decode_to_prefill is DecodeToPrefill.KEEP:
+        claims: list[Claim] = []
         for branch in state.table.live.values():
-            state.counts.claim(branch, Phase.PREFILL, node, reason, effects)
+            claimed = state.counts.claim(branch, Phase.PREFILL, node, reason, effects)
+            claims += (Claim(*branch.key, first, end) for first, end in claimed)
             state.counts.leave_node(branch, Phase.DECODE, node, reason, effects)
         effects.append(FreeL1(node_id, reason))
+        state.record(RoleSwitched(state.now_s, node_id, tuple(claims), all_homes=False))
         return effects
     for branch in state.table.live.values():
         for phase in Phase:
             state.counts.leave_node(branch, phase, node, reason, effects)
     state.counts.drop_copies(node)
     effects.append(ClearMemory(node_id, reason))
+    state.record(RoleSwitched(state.now_s, node_id, (), all_homes=True))
     return effects

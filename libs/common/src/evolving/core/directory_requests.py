@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evolving.core.branches import Branch, Request
+from evolving.core.directory_log import BranchesEnded, KvLanded, OutputMade, RequestDone, TimePassed
 from evolving.core.directory_state import DirectoryState
 from evolving.core.directory_types import Effect, EndedBranch, Landed, Output
 from evolving.core.errors import InvalidArgument
@@ -32,6 +33,7 @@ def landed(state: DirectoryState, now_s: float, event: Landed) -> list[Effect]:
         return state.ignore(refused.kind, refused.reason)
     end = min(event.first_block + event.blocks, request.valid_blocks)
     state.table.hear(now_s, branch, request)
+    state.record(KvLanded(now_s, event))
     if event.blocks == 0:
         return []
     if event.first_block >= end:
@@ -64,6 +66,7 @@ def output(state: DirectoryState, now_s: float, event: Output) -> list[Effect]:
         state.counts.set_context(branch, tip, end, branch.blocks, "output", effects)
         request.valid_blocks = end
     state.table.hear(now_s, branch, request)
+    state.record(OutputMade(now_s, event))
     state.counts.move(branch, Phase.DECODE, event.first_block, end, node, "output", effects)
     return effects
 
@@ -106,6 +109,7 @@ def request_done(state: DirectoryState, now_s: float, tenant: str, branch_id: st
         return state.ignore("unknown_request", "no live branch has such a request")
     if request.done:
         return state.ignore("done_before", "the request is over already")
+    state.record(RequestDone(now_s, tenant, branch_id, request_id))
     return _finish(state, now_s, branch, request, "request done")
 
 
@@ -127,6 +131,8 @@ def end(state: DirectoryState, now_s: float, tenant: str, branch_ids: Sequence[s
             if branch is not None:
                 reason = "ended" if member == key else f"subtree of {branch_id} ended"
                 _end_branch(state, now_s, branch, False, reason, effects)
+    if effects:
+        state.record(BranchesEnded(now_s, tenant, tuple(branch_ids), subtree))
     return effects
 
 
@@ -143,22 +149,37 @@ def _end_branch(
 def tick(state: DirectoryState, now_s: float) -> list[Effect]:
     """See Directory.tick."""
     config = state.config
+    due_s = _next_limit_s(state)
     effects: list[Effect] = []
-    while (silent := state.table.most_silent()) and silent[1].last_event_s + config.request_ttl_s <= now_s:
+    if due_s is not None and due_s <= now_s:
+        limits = TimePassed(now_s, config.request_ttl_s, config.idle_ttl_s, config.tombstone_s)
+        effects = apply_limits(state, limits)
+        state.record(limits)
+    state.index.sweep(config.sweep_runs_per_tick)
+    return effects
+
+
+def apply_limits(state: DirectoryState, limits: TimePassed) -> list[Effect]:
+    """End what these limits end by now."""
+    now_s = limits.now_s
+    effects: list[Effect] = []
+    while (silent := state.table.most_silent()) and silent[1].last_event_s + limits.request_ttl_s <= now_s:
         state.counters["silent_requests"] += 1
         effects += _finish(state, now_s, *silent, "request silent for too long")
-    while (idle := state.table.oldest_idle()) and idle.last_event_s + config.idle_ttl_s <= now_s:
-        _end_branch(state, now_s, idle, True, f"idle for {config.idle_ttl_s:g} s", effects)
-    while (buried := state.table.oldest_tombstone()) and buried[1].ended_s + config.tombstone_s <= now_s:
+    while (idle := state.table.oldest_idle()) and idle.last_event_s + limits.idle_ttl_s <= now_s:
+        _end_branch(state, now_s, idle, True, f"idle for {limits.idle_ttl_s:g} s", effects)
+    while (buried := state.table.oldest_tombstone()) and buried[1].ended_s + limits.tombstone_s <= now_s:
         del state.table.tombstones[buried[0]]
-    state.index.sweep(config.sweep_runs_per_tick)
     return effects
 
 
 def next_wakeup_s(state: DirectoryState) -> float | None:
     """See Directory.next_wakeup_s."""
-    if state.index.retired:
-        return state.now_s
+    return state.now_s if state.index.retired else _next_limit_s(state)
+
+
+def _next_limit_s(state: DirectoryState) -> float | None:
+    """When a configured limit next ends something."""
     due: list[float] = []
     if silent := state.table.most_silent():
         due.append(silent[1].last_event_s + state.config.request_ttl_s)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from evolving.core.branches import BranchTable
 from evolving.core.config import DirectoryConfig
+from evolving.core.directory_log import Log, LogEntry
 from evolving.core.directory_types import Effect, Ignored
 from evolving.core.prefix_index import PrefixIndex
 from evolving.core.refcounts import RefCounts
@@ -23,6 +24,7 @@ class DirectoryState:
     now_s: float = 0.0  # the latest time seen; never runs back
     counters: Counter[str] = field(default_factory=Counter)
     ignored: Counter[str] = field(default_factory=Counter)
+    log: Log | None = None  # who is told of every change of branches and homes
 
     @classmethod
     def new(cls, config: DirectoryConfig) -> DirectoryState:
@@ -34,6 +36,11 @@ class DirectoryState:
         """The time to reckon with."""
         self.now_s = max(self.now_s, now_s)
         return self.now_s
+
+    def record(self, entry: LogEntry) -> None:
+        """Tell the log what happened."""
+        if self.log is not None:
+            self.log(entry)
 
     def ignore(self, kind: str, reason: str) -> list[Effect]:
         """The effects of an event that changes nothing."""

@@ -142,8 +142,11 @@ class RefCounts:
             if number == node.number:
                 self.move(branch, phase, first, end, None, reason, effects)
 
-    def claim(self, branch: Branch, phase: Phase, node: Node, reason: str, effects: list[Effect]) -> None:
-        """Blocks of a branch's context without a home in a phase, that the node holds in L2, get it as their home."""
+    def claim(
+        self, branch: Branch, phase: Phase, node: Node, reason: str, effects: list[Effect]
+    ) -> list[tuple[int, int]]:
+        """Blocks of a branch's context without a home in a phase, that the node holds in L2, get it as their home;
+        returns them as (first, end)."""
         held: list[tuple[int, int]] = []
         for first, end, number in branch.homes[phase].stretches(0, branch.blocks):
             if number == HomeMap.NOBODY:
@@ -151,6 +154,7 @@ class RefCounts:
                 held += [(run.start, run.start + run.size) for run in pieces if run.l2 & node.bit]
         for first, end in held:
             self.move(branch, phase, first, end, node, reason, effects)
+        return held
 
     def pieces(self, tip: Run | None, first: int, end: int) -> list[Run]:
         """The runs of a path that make up exactly the blocks [first, end), deepest first; cut out at both ends. Raises
