@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from evolving_sim.traces import BlockIds, TraceAgent, TraceRequest, TraceSession
+from evolving_sim.traces import BlockIds, TraceAgent, TraceRequest, TraceSession, sharing_memory
 
 MOONCAKE_BLOCK_TOKENS = 512
 Row = dict[str, Any]
@@ -148,12 +148,8 @@ def _wait_for(main: list[TraceRequest], agent: TraceAgent) -> None:
 
 
 def _sharing_memory(requests: list[TraceRequest]) -> tuple[TraceRequest, ...]:
-    """Prompts that the next one starts with become views of it: sessions of many long prompts stay small."""
-    for index in range(len(requests) - 2, -1, -1):
-        own, following = requests[index].block_ids, requests[index + 1].block_ids
-        if len(own) <= len(following) and np.array_equal(own, following[: len(own)]):
-            requests[index] = replace(requests[index], block_ids=following[: len(own)])
-    return tuple(requests)
+    shared = sharing_memory([request.block_ids for request in requests])
+    return tuple(replace(request, block_ids=ids) for request, ids in zip(requests, shared, strict=True))
 
 
 # -- Mooncake

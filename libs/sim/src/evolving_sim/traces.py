@@ -116,3 +116,13 @@ def shared_blocks(one: BlockIds, other: BlockIds) -> int:
     length = min(len(one), len(other))
     differ = np.flatnonzero(one[:length] != other[:length])
     return int(differ[0]) if len(differ) else length
+
+
+def sharing_memory(prompts: Sequence[BlockIds]) -> list[BlockIds]:
+    """The same arrays, those that the next one starts with as views of it: sessions of many long prompts stay small."""
+    shared = list(prompts)
+    for index in range(len(shared) - 2, -1, -1):
+        own, following = shared[index], shared[index + 1]
+        if len(own) <= len(following) and np.array_equal(own, following[: len(own)]):
+            shared[index] = following[: len(own)]
+    return shared
