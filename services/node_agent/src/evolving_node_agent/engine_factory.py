@@ -107,7 +107,8 @@ def _sglang(settings: NodeAgentSettings) -> Engine:
             log_path=settings.engine_log_file,
             extra_flags=settings.sglang_flags,
             **sizes,
-        )
+        ),
+        (settings.bearer_token() or "").encode(),
     )
 
 

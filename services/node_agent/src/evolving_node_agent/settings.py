@@ -78,11 +78,15 @@ class NodeAgentSettings(ServiceSettings):
     prefill_slots: int = Field(0, ge=0, description="sglang: most prompts computed, or waiting for decode, at once")
     engine_host: str = Field("", description="interface the engine listens on for peers; empty: that of listen")
     engine_advertise_host: str = Field("", description="host peers reach the engine by; empty: that of advertise")
-    engine_port: int = Field(0, ge=0, le=65535, description="sglang: port for peers; 0 takes a free one")
+    engine_port: int = Field(0, ge=0, le=65535, description="sglang: port for peers; 0 takes free ones")
     engine_start_timeout_s: float = Field(300.0, gt=0, description="sglang: from spawn to serving, seconds")
     engine_log_file: str = Field("", description="sglang: where the engine writes; empty: a temporary file")
-    transport: Literal["tcp", "rdma"] = Field("tcp", description="sglang: how KV travels between nodes")
-    rdma_device: str = Field("", description="sglang: device names for rdma, comma separated")
+    transport: Literal["mooncake-tcp", "mooncake-rdma", "tcp"] = Field(
+        "mooncake-tcp",
+        description="sglang: how KV travels between nodes, the same on all; tcp: authenticated by the token of "
+        "token_file, host memory only, on the port after engine_port",
+    )
+    rdma_device: str = Field("", description="sglang: device names for mooncake-rdma, comma separated")
     sglang_flags: tuple[str, ...] = Field((), description="sglang: more flags for its own command line")
     mock_speed_up: float = Field(1.0, gt=0, description="mock: modelled durations are divided by this")
     mock_vocabulary_tokens: int = Field(32_000, ge=2, description="mock: size of its vocabulary")

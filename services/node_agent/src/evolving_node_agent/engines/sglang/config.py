@@ -5,6 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from evolving.runtime.settings import is_loopback, join_address
+
+
+def refuse_strangers(host: str, secret: bytes) -> None:
+    """Raises ValueError when other machines could reach transport tcp on `host` and there is no secret to ask for."""
+    if not secret and not is_loopback(join_address(host, 0)):
+        raise ValueError(
+            f"transport tcp on {host} would let every machine read this node's KV: give the cluster's token "
+            "(--token-file), or listen on 127.0.0.1 (--engine-host)"
+        )
+
+
 _ROUNDING_BLOCKS = 2  # a prompt's partly filled last block, and the block its first output token may open
 
 
@@ -30,8 +42,9 @@ class SglangConfig:
     bind_host: str = "127.0.0.1"  # interface the peer service listens on
     advertise_host: str = ""  # address peers reach this node at; "" takes `bind_host`
     port: int = 0  # of the peer service; 0 takes a free one
-    transport: Literal["tcp", "rdma"] = "tcp"  # Mooncake's protocol
-    rdma_device: str = ""  # device names for rdma, comma separated
+    # How KV travels, the same on all nodes. tcp: ours, authenticated, host memory only, on the port after `port`.
+    transport: Literal["mooncake-tcp", "mooncake-rdma", "tcp"] = "mooncake-tcp"
+    rdma_device: str = ""  # device names for mooncake-rdma, comma separated
     start_timeout_s: float = 300.0  # from spawn to serving
     log_path: str = ""  # the process's output; "" takes a temporary file
     extra_flags: tuple[str, ...] = ()  # appended to SGLang's own command line, so they win

@@ -25,7 +25,7 @@ from evolving_node_agent.engines.port import (
 )
 
 from . import messages as m
-from .config import SglangConfig
+from .config import SglangConfig, refuse_strangers
 from .framing import read_frame, write_frame
 from .process import EngineProcess, spawn
 from .translate import check_job, decode_command, error_of, event_of, kv_events_of, prefill_command
@@ -41,8 +41,13 @@ LegEvent = PrefillEvent | port.DecodeEvent
 class SglangEngine:
     """`port.Engine` with SGLang behind it. One process a start; `start` may be called again after it exited."""
 
-    def __init__(self, config: SglangConfig) -> None:
+    def __init__(self, config: SglangConfig, secret: bytes = b"") -> None:
+        """`secret`: what nodes of the cluster know each other by; empty: none. Raises ValueError when the transport
+        needs one."""
+        if config.transport == "tcp":
+            refuse_strangers(config.bind_host, secret)
         self._config = config
+        self._secret = secret
         self._process: EngineProcess | None = None
         self._life: _Life | None = None
         self._stopping = False
@@ -54,6 +59,7 @@ class SglangEngine:
         self._stopping = False
         self._process = await spawn(HOST_MODULE, self._arguments(), {}, self._config.log_path)
         reader, writer = await asyncio.open_connection(sock=self._process.channel)
+        write_frame(writer, self._secret)
         self._life = _Life(self._process, reader, writer)
         try:
             return await asyncio.wait_for(self._life.info(), self._config.start_timeout_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 
-_LENGTH = struct.Struct("<I")
+LENGTH = struct.Struct("<I")
 FRAME_BYTES_MAX = 256 << 20
 
 
@@ -16,7 +16,7 @@ class BadFrame(Exception):
 async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
     """The next frame, or None when the other side is gone (also in the middle of a frame). Raises BadFrame."""
     try:
-        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         if length > FRAME_BYTES_MAX:
             raise BadFrame(f"frame of {length} bytes")
         return await reader.readexactly(length)
@@ -26,4 +26,4 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
 
 def write_frame(writer: asyncio.StreamWriter, payload: bytes) -> None:
     """Queue one frame; nothing is lost by not draining, the transport buffers it."""
-    writer.write(_LENGTH.pack(len(payload)) + payload)
+    writer.write(LENGTH.pack(len(payload)) + payload)

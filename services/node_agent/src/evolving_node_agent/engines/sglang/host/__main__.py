@@ -17,6 +17,7 @@ import uuid
 from typing import Any
 
 from evolving_node_agent.engines.sglang.config import SglangConfig
+from evolving_node_agent.engines.sglang.framing import LENGTH
 
 from .inbox import Inbox
 
@@ -36,12 +37,13 @@ def main() -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     options.config["extra_flags"] = tuple(options.config["extra_flags"])
     config = SglangConfig(**options.config)
+    secret = _receive_secret(channel)
     _watch_parent_while_building(channel)
     inbox = Inbox()
     from .launch import build_scheduler
 
     scheduler = build_scheduler(config, inbox)
-    _start_service(scheduler, config, inbox, channel)
+    _start_service(scheduler, config, inbox, channel, secret)
     try:
         scheduler.run_event_loop()
     except Exception:
@@ -51,13 +53,21 @@ def main() -> int:
     return 0
 
 
-def _start_service(scheduler: Any, config: SglangConfig, inbox: Inbox, channel: socket.socket) -> None:
-    """Run the service's loop in its own thread."""
-    from .launch import engine_info
-    from .service import Service
-    from .transport import MooncakeTransport
+def _receive_secret(channel: socket.socket) -> bytes:
+    """The channel's first frame: what nodes of the cluster know each other by. It stands on no command line."""
+    with channel.makefile("rb", buffering=0) as file:
+        length = file.read(LENGTH.size) or b""
+        if len(length) < LENGTH.size:
+            _exit(0)  # the node agent is gone
+        return file.read(LENGTH.unpack(length)[0]) or b""
 
-    transport = MooncakeTransport(config.peer_host, config.transport, config.rdma_device)
+
+def _start_service(scheduler: Any, config: SglangConfig, inbox: Inbox, channel: socket.socket, secret: bytes) -> None:
+    """Run the service's loop in its own thread."""
+    from .launch import engine_info, open_transport
+    from .service import Service
+
+    transport = open_transport(config, secret)
     for address, size in scheduler.desk.blocks.pages.regions():
         transport.register(address, size)
     info = engine_info(scheduler, config, uuid.uuid4().hex)
@@ -66,7 +76,7 @@ def _start_service(scheduler: Any, config: SglangConfig, inbox: Inbox, channel: 
         scheduler.gracefully_exit = True
 
     async def serve() -> None:
-        service = Service(scheduler.desk, inbox, transport, info, stop)
+        service = Service(scheduler.desk, inbox, transport, info, secret, stop)
         await service.run(channel, config.bind_host, config.peer_host, config.port)
 
     def run() -> None:

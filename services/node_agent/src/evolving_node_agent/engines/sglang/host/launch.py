@@ -12,6 +12,7 @@ from evolving_node_agent.engines.port import EngineInfo
 from evolving_node_agent.engines.sglang.config import SglangConfig
 
 from .inbox import Inbox
+from .transport import Transport
 
 EVICTION_POLICY = "branch_counts"  # what SGLang calls our eviction order
 _ENVIRONMENT = {
@@ -84,6 +85,22 @@ def build_scheduler(config: SglangConfig, inbox: Inbox) -> Any:
     ranks = upstream.SpawnRanks(world_rank=world_rank, dp_rank=None, gpu_id=0)
     upstream.publish(server_args, role="scheduler", ranks=ranks)
     return upstream.Scheduler(server_args, port_args)
+
+
+def open_transport(config: SglangConfig, secret: bytes) -> Transport:
+    """The transport of the config, listening. Raises RuntimeError, OSError, ValueError."""
+    if config.transport == "tcp":
+        import torch
+
+        from .tcp_transport import TcpTransport
+
+        if torch.cuda.is_available():
+            raise ValueError("transport tcp moves host memory only, and this engine's L1 is on a GPU: take Mooncake's")
+        port = config.port + 1 if config.port else 0
+        return TcpTransport(config.bind_host, config.peer_host, port, secret)
+    from .mooncake_transport import MooncakeTransport
+
+    return MooncakeTransport(config.peer_host, config.transport.removeprefix("mooncake-"), config.rdma_device)
 
 
 def engine_info(scheduler: Any, config: SglangConfig, incarnation: str) -> EngineInfo:

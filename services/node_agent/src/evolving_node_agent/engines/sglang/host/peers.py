@@ -1,7 +1,7 @@
 """The peer service: how nodes ask each other for the place of KV and hand prompts over.
 
 Requests and answers are msgpack frames with a number, on one TCP connection a pair of nodes and direction. Bytes of KV
-do not pass here. There is no authentication: the port belongs behind the operator's network policy.
+do not pass here. Before anything else both sides prove that they know the cluster's token, where there is one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ import msgspec
 from evolving_node_agent.engines.port import FinishReason
 from evolving_node_agent.engines.sglang.framing import read_frame, write_frame
 
+from .authentication import Unauthenticated, admit, enter
 from .pages import Layout
 
 logger = logging.getLogger(__name__)
 _HEARTBEAT_S = 1.0
 _SILENCE_S = 8.0  # a peer that says nothing for this long is gone; more than the longest step of a busy one
 _CONNECT_S = 3.0
+_PURPOSE = b"evolving peers 1"
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -195,8 +197,9 @@ class Peer:
 class Peers:
     """Connections to other nodes, one an address, opened when needed."""
 
-    def __init__(self, kv_format: str) -> None:
+    def __init__(self, kv_format: str, secret: bytes) -> None:
         self._kv_format = kv_format
+        self._secret = secret
         self._peers: dict[str, asyncio.Task[Peer]] = {}
 
     async def at(self, address: str) -> Peer:
@@ -211,9 +214,15 @@ class Peers:
         host, _, port = address.rpartition(":")
         try:
             async with asyncio.timeout(_CONNECT_S):
-                peer = Peer(*await asyncio.open_connection(host.strip("[]"), int(port)))
+                reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+                try:
+                    await enter(reader, writer, self._secret, _PURPOSE)
+                except BaseException:
+                    writer.close()
+                    raise
+                peer = Peer(reader, writer)
                 peer.welcome = await peer.ask(Hello(self._kv_format), Welcome)
-        except (OSError, TimeoutError, ValueError) as error:
+        except (OSError, TimeoutError, ValueError, Unauthenticated) as error:
             raise PeerLost(f"no peer at {address}: {error!r}") from error
         if peer.welcome.kv_format != self._kv_format:
             await peer.close()
@@ -239,9 +248,16 @@ Handler = Callable[[Guest, Any], Awaitable[Reply]]
 
 
 async def serve_guest(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, handlers: dict[type[Any], Handler]
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, handlers: dict[type[Any], Handler]
 ) -> None:
     """Answer one connection until it ends; each request has its own task."""
+    try:
+        async with asyncio.timeout(_CONNECT_S):
+            await admit(reader, writer, secret, _PURPOSE)
+    except (TimeoutError, Unauthenticated) as error:
+        logger.warning("a peer was not let in: %r", error)
+        writer.close()
+        return
     guest, running = Guest(), set[asyncio.Task[None]]()
 
     async def answer(asked: _Asked) -> None:

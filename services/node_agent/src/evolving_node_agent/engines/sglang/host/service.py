@@ -38,17 +38,24 @@ class Service:
     """Everything that is not the model. Its own thread."""
 
     def __init__(
-        self, desk: Desk, inbox: Inbox, transport: Transport, info: EngineInfo, stop: Callable[[], None]
+        self,
+        desk: Desk,
+        inbox: Inbox,
+        transport: Transport,
+        info: EngineInfo,
+        secret: bytes,
+        stop: Callable[[], None],
     ) -> None:
         self.desk = desk
         self.inbox = inbox
         self.block_tokens = info.block_tokens
         self.layout: Layout = desk.blocks.pages.layout
-        self.peers = Peers(info.kv_format)
+        self.peers = Peers(info.kv_format, secret)
         self.fetcher = Fetcher(inbox, desk.blocks, self.peers, transport, info.block_tokens)
         self.handover = Handover(self)
         self.address = ""
         self._info = info
+        self._secret = secret
         self._session = transport.session
         self._stop = stop
         self._legs: dict[str, tuple[Leg, asyncio.Task[None]]] = {}
@@ -188,6 +195,7 @@ class Service:
         await p.serve_guest(
             reader,
             writer,
+            self._secret,
             {
                 p.Hello: self._welcome,
                 p.Locate: self._locate,
