@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 from evolving.core.routing import (
     Context,
     DecodeNode,
-    HeldRun,
-    HolderHint,
     PrefillNode,
+    PrefillScore,
     RoutingConfig,
     choose_decode,
     choose_prefill,
+    deciding_terms,
+    duplicate_s,
     exceeds_quote,
-    holder_hints,
+    fetch_s,
+    score_prefill,
 )
 from evolving.core.terms import Role
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
@@ -67,7 +69,7 @@ def chosen_decode(*nodes: DecodeNode) -> str:
 def test_equation_7_hides_the_fetch_under_the_wait() -> None:
     context = replace(CONTEXT, pool_blocks=10)
     for wait_s, longer in ((0.5, "wait"), (0.0, "fetch")):
-        score = choose_prefill(context, [prefill_node("a", wait_s=wait_s)], CONFIG).chosen
+        score = choose_prefill(context, [prefill_node("a", wait_s=wait_s, fetchable_blocks=10)], CONFIG).chosen
         assert score is not None
         assert score.fetched_blocks == 10
         assert score.fetch_s == pytest.approx(640 * 1_000 / 10_000_000)
@@ -80,15 +82,213 @@ def test_equation_7_hides_the_fetch_under_the_wait() -> None:
 def test_a_short_wait_away_beats_a_long_wait_at_the_holder() -> None:
     context = replace(CONTEXT, pool_blocks=15)
     holder = prefill_node("holder", l1_blocks=15, any_blocks=15, wait_s=3.0)
-    assert chosen_prefill(holder, prefill_node("idle"), context=context) == "idle"
-    assert chosen_prefill(replace(holder, wait_s=0.0), prefill_node("idle"), context=context) == "holder"
+    idle = prefill_node("idle", fetchable_blocks=15)
+    assert chosen_prefill(holder, idle, context=context) == "idle"
+    assert chosen_prefill(replace(holder, wait_s=0.0), idle, context=context) == "holder"
 
 
 def test_a_run_cheaper_to_compute_than_to_fetch_is_computed() -> None:
     slow = replace(CONFIG, fetch_bytes_per_s=1_000)
-    score = choose_prefill(replace(CONTEXT, pool_blocks=10), [prefill_node("a", any_blocks=4)], slow).chosen
-    assert score is not None
+    node = prefill_node("a", any_blocks=4, fetchable_blocks=6)
+    score = score_prefill(replace(CONTEXT, pool_blocks=10), node, slow)
     assert (score.fetched_blocks, score.cached_tokens, score.fetch_s) == (0, 4 * 64, 0.0)
+
+
+# -- F_n: what a fetch costs
+
+
+def test_the_nodes_own_rate_counts_and_the_configured_one_until_it_has_one() -> None:
+    node = prefill_node("a")
+    assert fetch_s(640, node, CONFIG) == pytest.approx(640 * 1_000 / 10_000_000)
+    assert fetch_s(640, replace(node, fetch_tokens_per_s=100.0), CONFIG) == pytest.approx(6.4)
+    assert fetch_s(0, replace(node, fetch_backlog_tokens=10_000), CONFIG) == 0.0, "who fetches nothing waits for none"
+
+
+@given(tokens=st.integers(1, 10**6), backlog=st.integers(0, 10**6), rate=st.floats(1.0, 1e7))
+def test_a_fetch_comes_after_those_of_the_legs_before(tokens: int, backlog: int, rate: float) -> None:
+    behind = prefill_node("a", fetch_tokens_per_s=rate, fetch_backlog_tokens=backlog)
+    alone = replace(behind, fetch_backlog_tokens=0)
+    both = fetch_s(tokens, behind, CONFIG)
+    assert both == pytest.approx(fetch_s(tokens + backlog, alone, CONFIG))
+    assert both >= fetch_s(tokens, alone, CONFIG)
+
+
+def test_a_backlog_of_fetches_sends_a_request_elsewhere() -> None:
+    context = replace(CONTEXT, pool_blocks=15)
+    busy = prefill_node("busy", fetchable_blocks=15, fetch_tokens_per_s=2_000.0, fetch_backlog_tokens=4_000)
+    assert chosen_prefill(busy, prefill_node("other", wait_s=0.1, fetchable_blocks=15), context=context) == "other"
+    assert chosen_prefill(
+        replace(busy, fetch_backlog_tokens=0), prefill_node("other", wait_s=5.0), context=context
+    ) == ("busy")
+
+
+def test_nothing_is_fetched_where_that_is_switched_off() -> None:
+    off = replace(CONFIG, fetch_from_peers=False)
+    score = score_prefill(replace(CONTEXT, pool_blocks=15), prefill_node("a", any_blocks=3, fetchable_blocks=12), off)
+    assert (score.fetched_blocks, score.fetch_s, score.cached_tokens) == (0, 0.0, 3 * 64)
+
+
+def test_as_much_is_fetched_as_the_wait_hides() -> None:
+    """Slower than computing: 64 tokens take 0.128 s to fetch, and less to compute."""
+    node = prefill_node("a", wait_s=0.9, fetchable_blocks=15, fetch_tokens_per_s=500.0)
+    score = score_prefill(replace(CONTEXT, pool_blocks=15), node, CONFIG)
+    assert score.fetched_blocks == 7
+    assert score.fetch_s <= score.wait_s
+
+
+coefficients = st.builds(
+    PrefillCoefficients,
+    c0_s=st.floats(0, 0.1),
+    c1_s=st.floats(0, 1e-2),
+    c2_s=st.floats(0, 1e-6),
+    c3_s=st.floats(0, 1e-3),
+    c4_s=st.floats(0, 1e-4),
+)
+fetching_nodes = st.builds(
+    prefill_node,
+    st.just("a"),
+    wait_s=st.floats(0, 10),
+    any_blocks=st.integers(0, 10),
+    fetchable_blocks=st.integers(0, 40),
+    fetch_tokens_per_s=st.floats(1, 1e6),
+    fetch_backlog_tokens=st.integers(0, 10_000),
+    coefficients=coefficients,
+)
+
+
+@given(node=fetching_nodes)
+def test_no_other_number_of_fetched_blocks_is_sooner(node: PrefillNode) -> None:
+    context = Context("r", tokens=51 * 64, block_tokens=64, pool_blocks=node.any_blocks + node.fetchable_blocks)
+    chosen = score_prefill(context, node, CONFIG)
+    assert chosen.fetched_blocks <= node.fetchable_blocks
+    for blocks in range(node.fetchable_blocks + 1):
+        cached = (node.any_blocks + blocks) * 64
+        work = PrefillWork(context.tokens - cached, cached, cached)
+        ready_s = max(node.wait_s, fetch_s(blocks * 64, node, CONFIG))
+        assert chosen.total_s <= ready_s + service_s(work, node.coefficients, 512) + 1e-9
+
+
+# -- dup_n: what a duplicate costs
+
+
+def evicted_for_duplicates(room: int, new: int, duplicates: int) -> int:
+    """Blocks that a branch counts and that go, one by one, because of the duplicates. New blocks are stored first."""
+    evicted = 0
+    for is_duplicate in [False] * new + [True] * duplicates:
+        if room:
+            room -= 1
+        elif is_duplicate:
+            evicted += 1
+    return evicted
+
+
+contexts = st.builds(
+    Context,
+    st.just("r"),
+    tokens=st.integers(64 * 40, 64 * 60 + 63),
+    block_tokens=st.just(64),
+    pool_blocks=st.integers(0, 40),
+    spare_share=st.floats(0, 1),
+)
+duplicating_nodes = st.builds(
+    prefill_node,
+    st.just("a"),
+    any_blocks=st.integers(0, 40),
+    room_tokens=st.integers(0, 80).map(lambda blocks: 64 * blocks),
+    fetch_tokens_per_s=st.floats(1, 1e6),
+    coefficients=coefficients,
+)
+
+
+@given(room=st.integers(0, 80), new=st.integers(0, 40), held=st.integers(0, 40), missing=st.integers(0, 40))
+def test_duplicates_evict_what_the_naive_model_evicts(room: int, new: int, held: int, missing: int) -> None:
+    """At one second a token."""
+    context = Context("r", (held + missing + new) * 64, 64, pool_blocks=held + missing)
+    a_second = PrefillCoefficients(c0_s=0.0, c1_s=1.0, c2_s=0.0)
+    node = prefill_node("a", any_blocks=held, room_tokens=room * 64, coefficients=a_second)
+    assert duplicate_s(context, node, CONFIG) == 64 * evicted_for_duplicates(room, new, missing)
+
+
+@given(context=contexts, node=duplicating_nodes)
+def test_duplicates_never_help_and_cost_more_the_more_there_are(context: Context, node: PrefillNode) -> None:
+    cost_s = duplicate_s(context, node, CONFIG)
+    assert cost_s >= 0
+    fewer = replace(node, any_blocks=node.any_blocks + 1)
+    assert duplicate_s(context, fewer, CONFIG) <= cost_s
+    roomier = replace(node, room_tokens=node.room_tokens + 64)
+    assert duplicate_s(context, roomier, CONFIG) <= cost_s
+
+
+@given(context=contexts, node=duplicating_nodes)
+def test_a_node_with_room_or_without_duplicates_is_not_made_worse(context: Context, node: PrefillNode) -> None:
+    holder = replace(node, any_blocks=max(node.any_blocks, context.pool_blocks))
+    assert duplicate_s(context, holder, CONFIG) == 0
+    assert duplicate_s(context, replace(node, room_tokens=context.tokens), CONFIG) == 0
+    assert duplicate_s(context, replace(node, room_tokens=prefill_node("x").room_tokens), CONFIG) == 0
+
+
+@given(context=contexts, node=duplicating_nodes)
+def test_what_lies_elsewhere_too_costs_the_cheaper_of_a_fetch_and_computing(
+    context: Context, node: PrefillNode
+) -> None:
+    alone, spare = (duplicate_s(replace(context, spare_share=share), node, CONFIG) for share in (0.0, 1.0))
+    between = duplicate_s(context, node, CONFIG)
+    assert spare <= between * (1 + 1e-9)
+    assert between <= alone * (1 + 1e-9)
+    without = replace(CONFIG, fetch_from_peers=False)
+    assert duplicate_s(replace(context, spare_share=1.0), node, without) == pytest.approx(alone)
+
+
+def test_a_full_node_loses_to_an_equal_one_with_room() -> None:
+    context = replace(CONTEXT, pool_blocks=15)
+    full = prefill_node("full", fetchable_blocks=15, room_tokens=0)
+    assert chosen_prefill(full, prefill_node("roomy", fetchable_blocks=15, wait_s=0.1), context=context) == "roomy"
+    unneeded = replace(full, room_tokens=1_000)  # as much is held for no branch
+    assert chosen_prefill(unneeded, prefill_node("roomy", wait_s=3.0), context=context) == "full"
+
+
+# -- what decided
+
+
+def scores_of(*nodes: PrefillNode, context: Context) -> tuple[str, ...]:
+    """The terms a choice hung on."""
+    return deciding_terms(choose_prefill(context, nodes, CONFIG), CONFIG)
+
+
+def test_terms_that_decided_are_named() -> None:
+    context = replace(CONTEXT, pool_blocks=15)
+    plain, far = prefill_node("a"), prefill_node("b", wait_s=9.0)
+    assert scores_of(plain, far, context=CONTEXT) == (), "any of them would have chosen the idle node"
+    holder = prefill_node("holder", l1_blocks=15, any_blocks=15, wait_s=0.5)
+    slow = prefill_node("slow", fetchable_blocks=15, fetch_tokens_per_s=1_500.0)
+    assert scores_of(holder, slow, context=context) == ("fetch", "all_but_wait")
+    full = prefill_node("full", fetchable_blocks=15, room_tokens=0)
+    assert scores_of(holder, full, context=context) == ("duplicate", "all_but_wait")
+
+
+totals = st.floats(0, 5)
+
+
+@given(terms=st.lists(st.tuples(totals, totals, totals, totals), min_size=1, max_size=5))
+def test_a_term_decided_only_if_another_node_is_better_without_it(terms: list[tuple[float, ...]]) -> None:
+    nodes = [
+        prefill_node(str(at), wait_s=wait_s, room_tokens=room * 100, fetchable_blocks=12, fetch_tokens_per_s=1 + rate)
+        for at, (wait_s, room, rate, _) in enumerate(terms)
+    ]
+    decision = choose_prefill(replace(CONTEXT, pool_blocks=12), nodes, CONFIG)
+    chosen = decision.chosen
+    assert chosen is not None
+    without = {
+        "fetch": lambda score: score.wait_s + score.service_s + score.duplicate_s,
+        "duplicate": lambda score: max(score.wait_s, score.fetch_s) + score.service_s,
+        "all_but_wait": lambda score: score.wait_s,
+    }
+    for term in deciding_terms(decision, CONFIG):
+        better: list[PrefillScore] = [s for s in decision.candidates if without[term](s) < without[term](chosen)]
+        assert better
+
+
+# -- the choice
 
 
 def test_own_unacknowledged_sends_are_waited_for() -> None:
@@ -165,40 +365,7 @@ def test_a_quote_is_exceeded_by_both_the_floor_and_the_share() -> None:
     assert exceeds_quote(12.6, 10.0)
 
 
-LIVE = {"a": 0.0, "b": 1.0, "c": 2.0}
-
-
-def test_one_holder_for_all_is_preferred_to_a_less_loaded_pair() -> None:
-    runs = [HeldRun(0, 4, ("a", "c")), HeldRun(4, 4, ("b", "c"))]
-    assert holder_hints(runs, "t", 0, 8, LIVE) == (HolderHint("c", 0, 8),)
-
-
-def test_equal_holders_the_least_loaded() -> None:
-    assert holder_hints([HeldRun(0, 8, ("c", "b"))], "t", 2, 6, LIVE) == (HolderHint("b", 2, 4),)
-
-
-def test_hints_stop_at_the_first_block_nobody_else_holds() -> None:
-    runs = [HeldRun(0, 4, ("a",)), HeldRun(4, 2, ("t",)), HeldRun(6, 2, ("a",))]
-    assert holder_hints(runs, "t", 0, 8, LIVE) == (HolderHint("a", 0, 4),)
-    assert holder_hints([HeldRun(0, 4, ("dead",))], "t", 0, 4, LIVE) == ()
-
-
-@given(
-    held=st.lists(st.sets(st.sampled_from("abc"), max_size=3), max_size=12),
-    first=st.integers(0, 12),
-)
-def test_hints_name_holders_only_without_gap_or_overlap(held: list[set[str]], first: int) -> None:
-    runs = [HeldRun(at, 1, tuple(sorted(nodes))) for at, nodes in enumerate(held) if nodes]
-    at = first
-    for hint in holder_hints(runs, "t", first, len(held), LIVE):
-        assert hint.first_block == at
-        assert hint.blocks > 0
-        assert all(hint.node_id in held[block] for block in range(at, at + hint.blocks))
-        at += hint.blocks
-    assert at >= len(held) or not held[at], "fetching went on as far as anyone holds blocks"
-
-
 @pytest.mark.parametrize("field", ["fetch_bytes_per_s", "tie_share", "fetch_fixed_s"])
 def test_config_is_checked(field: str) -> None:
     with pytest.raises(ValueError, match=field):
-        replace(CONFIG, **{field: -1.0})
+        replace(CONFIG, **{field: -1.0})  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from evolving.runtime.memory_store import MemoryStore
 from evolving.runtime.metrics import Metrics
 from evolving.v1 import gateway_pb2
 from evolving_gateway.attempt import Attempt, Job, LegFailed, Plan, Queued
+from evolving_gateway.metrics import GatewayMetrics
 from evolving_gateway.nodes import Cluster
 from evolving_gateway.router import NOWHERE, Router
 from evolving_gateway.settings import GatewaySettings
@@ -35,7 +36,7 @@ async def attempt() -> AsyncIterator[tuple[Attempt, Cluster]]:
         cluster = Cluster(store, KEYS, SystemClock(), Metrics(), token=None, max_message_bytes=1 << 20, silence_s=10.0)
         watching = asyncio.create_task(cluster.watch_nodes())
         await eventually(lambda: "n" in cluster.nodes and cluster.nodes["n"].ready)
-        router = Router(cluster, GatewaySettings().routing())
+        router = Router(cluster, GatewaySettings().routing(), GatewayMetrics(Metrics()))
         model = router.model("")
         score = router.prefill(model, Context("r", len(PROMPT), BLOCK_TOKENS), NOWHERE, {}).chosen
         assert score is not None

@@ -232,6 +232,21 @@ def test_a_leg_the_engine_has_not_seen_counts_as_expected() -> None:
     assert on_its_way == pytest.approx(seen)
 
 
+@pytest.mark.parametrize(("backlog", "computed"), [(0, 80), (30, 50), (60, 20), (500, 20)])
+def test_what_peers_are_still_to_bring_is_not_computed(backlog: int, computed: int) -> None:
+    """The engine counts 80 tokens as not cached; the gateway expected 60 of them from peers."""
+    fetching = EngineStatus(queued={"q": 80}, fetch_backlog_tokens=backlog)
+    reckoned = wait_s(fetching, {"q": LegSize(80, 60)}, {}, PREFILL, DECODE, 100)
+    known = wait_s(EngineStatus(queued={"q": computed}), {"q": LegSize(80, 0)}, {}, PREFILL, DECODE, 100)
+    assert reckoned == pytest.approx(known)
+
+
+def test_an_engine_that_has_more_than_expected_is_believed() -> None:
+    has = EngineStatus(queued={"q": 5}, fetch_backlog_tokens=100)
+    reckoned = wait_s(has, {"q": LegSize(80, 60)}, {}, PREFILL, DECODE, 100)
+    assert reckoned == pytest.approx(wait_s(has, {"q": LegSize(80, 75)}, {}, PREFILL, DECODE, 100))
+
+
 def test_a_decoding_batch_slows_each_prefill_iteration() -> None:
     idle = EngineStatus(queued={"q": 300})
     busy = EngineStatus(queued={"q": 300}, decoding=4)

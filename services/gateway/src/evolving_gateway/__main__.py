@@ -55,14 +55,15 @@ async def run_gateway(service: Service[GatewaySettings], store: Store) -> None:
         timeout_s=settings.directory_timeout_s,
         finish_retry_s=settings.finish_retry_s,
     )
+    metrics = GatewayMetrics(service.metrics)
     desk = Desk(
         settings=settings,
         clock=clock,
         cluster=cluster,
-        router=Router(cluster, settings.routing()),
+        router=Router(cluster, settings.routing(), metrics),
         beginning=Beginning(directory, Contexts(settings.context_cache_bytes), settings.partition_id),
         tokenizer=tokenizer,
-        metrics=GatewayMetrics(service.metrics),
+        metrics=metrics,
     )
     known = KnownRequests(settings.known_requests, settings.known_requests_age_s)
     service.server.add(

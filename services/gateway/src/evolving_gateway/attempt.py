@@ -22,7 +22,7 @@ from evolving.internal.v1 import node_agent_pb2
 from evolving.runtime.tasks import end_tasks
 from evolving.v1 import gateway_pb2
 from evolving.wire.status import parse_error
-from evolving_gateway.nodes import Cluster, Node
+from evolving_gateway.nodes import Arriving, Cluster, Node
 from evolving_gateway.router import ModelFacts, Router
 from evolving_gateway.token_ids import ids_from_node, to_wire
 
@@ -202,9 +202,9 @@ class Attempt:
     # -- prefill
 
     async def _prefill(self) -> None:
-        node, leg = self._plan.node, self._prefill_leg
-        assert self._plan.score.work is not None
-        node.sent[leg] = self._plan.score.work
+        node, leg, score = self._plan.node, self._prefill_leg, self._plan.score
+        assert score.work is not None
+        node.arriving[leg] = Arriving(score.work, score.fetched_blocks * self._job.model.block_tokens)
         call = node.stub.Prefill(self._prefill_request(), timeout=self._plan.timeout_s)
         try:
             async for response in call:
@@ -215,7 +215,7 @@ class Attempt:
             await self._prefill_broke(error)
         finally:
             call.cancel()
-            node.sent.pop(leg, None)
+            node.arriving.pop(leg, None)
 
     def _prefill_request(self) -> node_agent_pb2.PrefillRequest:
         job, plan = self._job, self._plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -27,6 +28,15 @@ _RECONNECT_FIRST_S, _RECONNECT_MAX_S = 0.1, 2.0
 _log = get_logger(__name__)
 
 
+@dataclass(slots=True)
+class Arriving:
+    """A prefill leg on its way into a node's status."""
+
+    work: PrefillWork
+    fetched_tokens: int  # of its cached ones, those to come from peers
+    acknowledged: bool = False  # W_n covers it
+
+
 @dataclass(eq=False)
 class Node:
     """One life of one node: replaced when its engine or its agent comes back under another incarnation or address."""
@@ -38,7 +48,7 @@ class Node:
     watching: bool = False  # its status stream is up
     status: node_agent_pb2.WatchStatusResponse = field(default_factory=node_agent_pb2.WatchStatusResponse)
     wait_s: float = 0.0  # W_n as it last said
-    sent: dict[str, PrefillWork] = field(default_factory=dict)  # prefill legs that wait_s does not cover yet
+    arriving: dict[str, Arriving] = field(default_factory=dict)  # prefill legs its status does not cover
     reserving: dict[str, bool] = field(default_factory=dict)  # decode legs its status does not cover; True: reserved
     legs: int = 0  # legs of this gateway running there
     task: asyncio.Task[None] | None = None
@@ -74,15 +84,37 @@ class Node:
         """Decode slots left, legs on their way there taken off."""
         return max(0, self.status.decode_slots_free - len(self.reserving))
 
+    @property
+    def unacknowledged(self) -> tuple[PrefillWork, ...]:
+        """Prefill legs that W_n does not cover."""
+        return tuple(leg.work for leg in self.arriving.values() if not leg.acknowledged)
+
+    @property
+    def fetch_backlog_tokens(self) -> int:
+        """Tokens that legs there, or on their way, still have to get from peers."""
+        return self.status.fetch_backlog_tokens + sum(leg.fetched_tokens for leg in self.arriving.values())
+
+    @property
+    def room_tokens(self) -> float:
+        """Host memory that is free or held for no branch, less what queued legs will store; infinite without any."""
+        status = self.status
+        if not status.l2_total_tokens:
+            return math.inf
+        arriving = sum(leg.work.uncached_tokens + leg.fetched_tokens for leg in self.arriving.values())
+        free = status.l2_total_tokens - status.l2_used_tokens + status.l2_zero_tokens
+        return max(0, free - status.queued_tokens - arriving)
+
     def take_status(self, status: node_agent_pb2.WatchStatusResponse) -> None:
-        """A new status: it covers the reservations acknowledged before it."""
+        """A new status: it covers the legs and reservations acknowledged before it."""
         self.status = status
         self.wait_s = status.wait_s
+        self.arriving = {name: leg for name, leg in self.arriving.items() if not leg.acknowledged}
         self.reserving = {leg: reserved for leg, reserved in self.reserving.items() if not reserved}
 
     def acknowledge(self, leg_id: str, wait_s: float) -> None:
         """The node has the leg in its queue; `wait_s` says so."""
-        self.sent.pop(leg_id, None)
+        if (leg := self.arriving.get(leg_id)) is not None:
+            leg.acknowledged = True
         self.wait_s = wait_s
 
 

@@ -173,7 +173,7 @@ class Request:
         decision = self._desk.router.prefill(self._model, context, self._match, self._recovery.avoid_prefill)
         self._reuse.pool_tokens = min(context.pool_tokens, self._prompt.length)
         planned_tokens = decision.chosen.cached_tokens if decision.chosen is not None else 0
-        self._reuse.planned_tokens = min(planned_tokens, self._prompt.length)
+        self._reuse.planned_tokens = min(planned_tokens, self._reuse.pool_tokens)
         return decision
 
     async def _attempt(
@@ -338,9 +338,10 @@ class Request:
         metrics = self._desk.metrics
         metrics.prompt_tokens.inc(self._prompt.length)
         metrics.output_tokens.inc(len(self._output.ids) - self._output.resumed)
-        for source in ("own_l1", "own_l2", "peer_l2"):
-            metrics.cached_tokens.labels(source).inc(getattr(cached, source))
+        metrics.reused(self._reuse, cached)
         metrics.queue.observe(self._report.queue_s)
+        metrics.fetch.inc(self._report.fetch_s)
+        metrics.fetch_hidden.inc(self._report.fetch_hidden_s)
         if tpot_s := self._output.tpot_s():
             metrics.tpot.observe(tpot_s)
         _log.info(

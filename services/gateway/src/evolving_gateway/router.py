@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from evolving.core.holders import HeldRun, fetchable_blocks, holder_hints, spare_share
 from evolving.core.routing import (
     Context,
     DecodeDecision,
     DecodeNode,
-    HeldRun,
     PrefillDecision,
     PrefillNode,
     PrefillScore,
     RoutingConfig,
     choose_decode,
     choose_prefill,
-    holder_hints,
+    deciding_terms,
 )
 from evolving.internal.v1 import directory_pb2, node_agent_pb2
 from evolving_gateway.errors import InvalidModelChoice, NoNode, UnknownModel
+from evolving_gateway.metrics import GatewayMetrics
 from evolving_gateway.nodes import Cluster, Node
 
 NOWHERE = directory_pb2.Match()
@@ -41,9 +42,10 @@ class ModelFacts:
 class Router:
     """Chooses nodes of a cluster."""
 
-    def __init__(self, cluster: Cluster, config: RoutingConfig) -> None:
+    def __init__(self, cluster: Cluster, config: RoutingConfig, metrics: GatewayMetrics) -> None:
         self._cluster = cluster
         self._config = config
+        self._metrics = metrics
 
     def models(self) -> dict[ModelFacts, list[Node]]:
         """Registered nodes by what they serve. Limits that differ within a model are the least of its nodes'."""
@@ -83,6 +85,7 @@ class Router:
     ) -> PrefillDecision:
         """Equation 7 over the nodes of a model. `excluded` says per node why the request must not go there."""
         depths = {depth.node_id: depth for depth in match.nodes}
+        runs = self._readable(match)
         nodes = []
         for node in self._serving(model):
             depth = depths.get(node.node_id, directory_pb2.NodeMatch())
@@ -95,13 +98,19 @@ class Router:
                     node.new_tokens_per_iteration,
                     node.prefill_coefficients,
                     node.registration.kv_bytes_per_token,
-                    unacknowledged=tuple(node.sent.values()),
+                    unacknowledged=node.unacknowledged,
                     l1_blocks=depth.l1_blocks,
                     any_blocks=depth.any_blocks,
+                    fetchable_blocks=fetchable_blocks(runs, node.node_id, depth.any_blocks),
+                    fetch_tokens_per_s=node.status.fetch_tokens_per_s,
+                    fetch_backlog_tokens=node.fetch_backlog_tokens,
+                    room_tokens=node.room_tokens,
                     excluded=excluded.get(node.node_id, ""),
                 )
             )
-        return choose_prefill(context, nodes, self._config)
+        decision = choose_prefill(replace(context, spare_share=spare_share(runs)), nodes, self._config)
+        self._metrics.chosen(decision.chosen is not None, deciding_terms(decision, self._config))
+        return decision
 
     def decode(self, model: ModelFacts, context: Context, excluded: Mapping[str, str]) -> DecodeDecision:
         """The decode node: most room, then the shortest iteration."""
@@ -124,9 +133,9 @@ class Router:
         """Whom the chosen node fetches the blocks it lacks from."""
         if not score.fetched_blocks:
             return []
-        runs = [HeldRun(run.first_block, run.blocks, tuple(run.node_ids)) for run in match.holders]
-        live = {node.node_id: node.wait_s for node in self._cluster.nodes.values() if node.ready}
-        hints = holder_hints(runs, score.node_id, own_blocks, own_blocks + score.fetched_blocks, live)
+        load_s = {node.node_id: node.wait_s for node in self._cluster.nodes.values() if node.ready}
+        end_block = own_blocks + score.fetched_blocks
+        hints = holder_hints(self._readable(match), score.node_id, own_blocks, end_block, load_s)
         return [
             node_agent_pb2.Holder(
                 node_id=hint.node_id,
@@ -136,6 +145,14 @@ class Router:
                 blocks=hint.blocks,
             )
             for hint in hints
+        ]
+
+    def _readable(self, match: directory_pb2.Match) -> list[HeldRun]:
+        """Who holds which blocks, as far as they can be read now."""
+        live = {node.node_id for node in self._cluster.nodes.values() if node.ready}
+        return [
+            HeldRun(run.first_block, run.blocks, tuple(node_id for node_id in run.node_ids if node_id in live))
+            for run in match.holders
         ]
 
     def _serving(self, model: ModelFacts) -> list[Node]:

@@ -22,7 +22,12 @@ class GatewaySettings(ServiceSettings):
         "none: prompts must be token ids, outputs carry no text, and only the engine knows the end tokens",
     )
 
-    fetch_bytes_per_s: float = Field(1e9, gt=0, description="rate of a fetch from peers' host memory, bytes a second")
+    fetch_from_peers: bool = Field(
+        True, description="false, for comparison: no KV is fetched from peers; it is used where it lies, or computed"
+    )
+    fetch_bytes_per_s: float = Field(
+        1e9, gt=0, description="rate of a node's reads from peers until it has measured its own, bytes a second"
+    )
     fetch_fixed_s: float = Field(0.002, ge=0, description="time a fetch takes before its first byte, seconds")
     tie_share: float = Field(
         0.05, ge=0, le=1, description="nodes within this share of the best predicted time tie; a hash picks"
@@ -69,5 +74,6 @@ class GatewaySettings(ServiceSettings):
         return RoutingConfig(
             fetch_bytes_per_s=self.fetch_bytes_per_s,
             fetch_fixed_s=self.fetch_fixed_s,
+            fetch_from_peers=self.fetch_from_peers,
             tie_share=self.tie_share,
         )

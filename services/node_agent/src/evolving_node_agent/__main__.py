@@ -30,7 +30,7 @@ async def run_node_agent(service: Service[NodeAgentSettings], engine: Engine | N
     store = service.open_store()
     keys = settings.keys
     engine = engine or make_engine(settings, clock)
-    node = Node(settings.node_id, engine, *coefficients(settings), clock)
+    node = Node(settings.node_id, engine, *coefficients(settings), clock, service.metrics)
     token = service.settings.bearer_token()
     directory = DirectoryReporter(
         settings.partition_id, settings.node_id, engine, clock, token, settings.unsent_reports, service.metrics

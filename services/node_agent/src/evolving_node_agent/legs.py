@@ -58,7 +58,7 @@ class PrefillRun:
     def take(self, event: PrefillEvent) -> node_agent_pb2.PrefillResponse:
         """Report what the event means and say it to the caller."""
         if isinstance(event, Taken):
-            self._node.leg_taken(self._job.leg_id)
+            self._node.leg_taken(self._job.leg_id, event)
             taken = node_agent_pb2.PrefillTaken(
                 queue_s=event.queue_s, fetch_s=event.fetch_s, fetch_hidden_s=event.hidden_s
             )

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.internal.v1 import node_agent_pb2
 from evolving.runtime.clock import Clock
+from evolving.runtime.metrics import Metrics
 from evolving.runtime.tasks import first_of
 from evolving.v1 import common_pb2
-from evolving_node_agent.engines.port import CachedTokens, Engine, EngineInfo, EngineStatus
+from evolving_node_agent.engines.port import CachedTokens, Engine, EngineInfo, EngineStatus, Taken
 from evolving_node_agent.errors import EngineIsDown
 from evolving_node_agent.fetch_rate import FetchRate
+from evolving_node_agent.pool_metrics import PoolMetrics
 from evolving_node_agent.roles import RoleWatch
 from evolving_node_agent.waits import LegSize, RestoredShare, new_tokens_per_iteration, wait_s
 
@@ -25,7 +27,13 @@ class Node:
     """One node. Everything here changes between awaits."""
 
     def __init__(
-        self, node_id: str, engine: Engine, prefill: PrefillCoefficients, decode: DecodeCoefficients, clock: Clock
+        self,
+        node_id: str,
+        engine: Engine,
+        prefill: PrefillCoefficients,
+        decode: DecodeCoefficients,
+        clock: Clock,
+        metrics: Metrics,
     ) -> None:
         self.node_id = node_id
         self.engine = engine
@@ -40,6 +48,7 @@ class Node:
         self._fetch_rate = FetchRate()
         self._info: EngineInfo | None = None
         self._clock = clock
+        self._metrics = PoolMetrics(metrics)
         self._watchers: set[asyncio.Event] = set()
         self._closed = False
 
@@ -57,6 +66,7 @@ class Node:
         self._info = info
         self.engine_starts += 1
         self._fetch_rate.new_life()
+        self._metrics.new_life()
         self.notify()
 
     def engine_down(self) -> None:
@@ -73,7 +83,8 @@ class Node:
     async def follow_engine(self) -> None:
         """Pass on the engine's status changes until its life ends."""
         async for status in self.engine.status_changes():
-            self._fetch_rate.observe(status.fetched_tokens, status.fetch_busy_s)
+            self._fetch_rate.observe(status.fetched_tokens, status.fetch_busy_s, self._clock.now_s())
+            self._metrics.observe(status)
             self.notify()
 
     # -- legs
@@ -90,9 +101,10 @@ class Node:
             self.running.pop(leg_id, None)
             self.notify()
 
-    def leg_taken(self, leg_id: str) -> None:
+    def leg_taken(self, leg_id: str, taken: Taken) -> None:
         """The engine took it from the queue."""
         self.running[leg_id] = self.waiting.pop(leg_id)
+        self._metrics.taken(taken)
         self.notify()
 
     def leg_prefilled(self, leg_id: str, cached: CachedTokens) -> None:
@@ -177,7 +189,7 @@ class Node:
                 new_tokens_per_iteration=new_tokens_per_iteration(status),
                 l2_zero_tokens=status.l2_zero_tokens,
                 fetch_backlog_tokens=status.fetch_backlog_tokens,
-                fetch_tokens_per_s=self._fetch_rate.tokens_per_s,
+                fetch_tokens_per_s=self._fetch_rate.tokens_per_s(self._clock.now_s()),
                 fetching_blocks=status.fetching_blocks,
             )
         )

@@ -21,7 +21,7 @@ from evolving.runtime.tasks import end_tasks, first_of
 from evolving.v1 import common_pb2
 from evolving_node_agent.address import Address
 from evolving_node_agent.counts import CountsMirror
-from evolving_node_agent.engines.port import Cleared, Engine, EngineError, EngineInfo, KvEvent, Tier
+from evolving_node_agent.engines.port import Cleared, Engine, EngineError, EngineInfo, KvEvent, Removed, Tier
 from evolving_node_agent.held import Change, HeldTable
 from evolving_node_agent.outbox import Entry, Outbox
 from evolving_node_agent.reports import RequestRef
@@ -67,6 +67,7 @@ class DirectoryReporter:
         self._connected = metrics.gauge("node_directory_connected", "Whether the stream to the directory is up.")
         self._unsent = metrics.gauge("node_reports_unsent", "Reports of requests that wait for the directory.")
         self._dropped = metrics.gauge("node_reports_dropped", "Reports given up because too many waited.")
+        self._left = metrics.counter("node_blocks_left", "Blocks evicted or dropped from a tier.", ("tier",))
         self._misplaced = metrics.gauge("node_kv_events_misplaced", "KV events about blocks of an unknown place.")
 
     # -- the engine's life
@@ -97,6 +98,9 @@ class DirectoryReporter:
 
     def _take(self, events: Sequence[KvEvent]) -> None:
         changes = self.held.apply(events)
+        for event in events:
+            if isinstance(event, Removed):
+                self._left.labels(event.tier.name.lower()).inc(len(event.names))
         self._misplaced.set(self.held.unknown_parents + self.held.unknown_removals)
         if changes:
             self._sequence += 1

@@ -53,14 +53,13 @@ def wait_s(
     """Seconds until a leg queued now would be taken.
 
     waiting: legs not taken yet; one the engine doesn't list is on its way to it and counts with what the gateway
-    expected. running: legs taken and not prefilled; what they reuse is restored already. restored_share: ρ, for what
-    the waiting ones will reuse. While a batch decodes, an iteration of it goes with each prefill iteration.
+    expected; of one it lists, what peers are still to bring counts as reused. running: legs taken and not prefilled;
+    what they reuse is restored already. restored_share: ρ, for what the waiting ones will reuse. While a batch decodes,
+    an iteration of it goes with each prefill iteration.
     """
     started = [_work(running[leg], left) for leg, left in status.prefilling.items() if leg in running]
-    queued = [
-        _work(size, status.queued.get(leg, size.prompt_tokens - size.expected_cached_tokens), restored_share)
-        for leg, size in waiting.items()
-    ]
+    to_compute = _to_compute(status, waiting)
+    queued = [_work(size, to_compute[leg], restored_share) for leg, size in waiting.items()]
     if not started and not queued:
         return 0.0
     tokens_per_iteration = new_tokens_per_iteration(status) or float(chunk_tokens)
@@ -70,6 +69,20 @@ def wait_s(
         beside_s = decode.decode_iteration_s(status.decoding, status.decode_context_tokens)
         total_s += max(1.0, iterations) * beside_s
     return total_s
+
+
+def _to_compute(status: EngineStatus, waiting: Mapping[str, LegSize]) -> dict[str, int]:
+    """Prompt tokens each waiting leg will compute.
+
+    The engine counts tokens that are still to come from peers as not cached. What a leg lacks against what the gateway
+    expected is taken to be such tokens, as far as the engine's backlog of fetches goes: beyond it they will not come.
+    """
+    expected = {leg: size.prompt_tokens - size.expected_cached_tokens for leg, size in waiting.items()}
+    lacking = {leg: max(0, tokens - expected[leg]) for leg, tokens in status.queued.items() if leg in expected}
+    total = sum(lacking.values())
+    coming_share = min(1.0, status.fetch_backlog_tokens / total) if total else 0.0
+    counted = {leg: status.queued[leg] - round(coming_share * tokens) for leg, tokens in lacking.items()}
+    return expected | counted
 
 
 def _work(size: LegSize, uncached_tokens: int, restored_share: float = 0.0) -> PrefillWork:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from evolving.core.terms import Role
@@ -19,8 +19,9 @@ from evolving.core.work import PrefillWork, queue_service_s, service_s
 class RoutingConfig:
     """How routing reckons. Out-of-range values raise ValueError."""
 
-    fetch_bytes_per_s: float  # what one fetch from peers' host memory reaches
+    fetch_bytes_per_s: float  # what reads from peers bring to a node that has not said what they do
     fetch_fixed_s: float = 0.001  # a fetch's cost before its first byte, seconds
+    fetch_from_peers: bool = True  # False, for comparison: KV is used where it lies, or computed
     tie_share: float = 0.05  # nodes within this share of the best predicted time tie (paper, section 4.4)
 
     def __post_init__(self) -> None:
@@ -47,6 +48,7 @@ class Context:
     tokens: int  # prompt, and output of earlier attempts
     block_tokens: int
     pool_blocks: int = 0  # leading blocks that have a copy on some node
+    spare_share: float = 0.0  # of its held blocks, those on two nodes or more: what is taken to hold of others too
 
     @property
     def pool_tokens(self) -> int:
@@ -68,6 +70,10 @@ class PrefillNode:
     unacknowledged: Sequence[PrefillWork] = ()  # sent by this gateway and not yet in wait_s
     l1_blocks: int = 0  # leading blocks of the prompt in device memory
     any_blocks: int = 0  # leading blocks in device or host memory
+    fetchable_blocks: int = 0  # blocks from any_blocks on that live peers' host memory holds without a gap
+    fetch_tokens_per_s: float = 0.0  # what its reads from peers bring; 0: it has not said
+    fetch_backlog_tokens: int = 0  # that legs sent there still have to get from peers
+    room_tokens: float = math.inf  # of host memory: free, or held for no branch
     excluded: str = ""  # why this request must not go there (it just failed there); empty: it may
 
 
@@ -87,9 +93,14 @@ class PrefillScore:
     work: PrefillWork | None = None  # what the service time was reckoned with; None where not eligible
 
     @property
+    def ready_s(self) -> float:
+        """max(W_n, F_n): until the request can be taken."""
+        return max(self.wait_s, self.fetch_s)
+
+    @property
     def total_s(self) -> float:
         """T̂_n = max(W_n, F_n) + S_n + dup_n: predicted time to first token (equation 7)."""
-        return max(self.wait_s, self.fetch_s) + self.service_s + self.duplicate_s
+        return self.ready_s + self.service_s + self.duplicate_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +118,6 @@ def choose_prefill(context: Context, nodes: Iterable[PrefillNode], config: Routi
     Nodes of the PREFILL or MIXED role are candidates; where none of them can serve, any other live node that isn't
     draining is. Nodes within `tie_share` of the best tie, and a hash of request and node breaks the tie, so that
     several gateways with the same picture do not all choose the same node.
-
-    dup_n, the recompute expected from evicting to make room for duplicate copies, is not derived yet and is 0.
     """
     nodes = sorted(nodes, key=lambda node: node.node_id)
     serving, borrowed = _eligible_ids(((n.node_id, n.role, n.ready, n.excluded) for n in nodes), Role.PREFILL)
@@ -130,31 +139,59 @@ def choose_prefill(context: Context, nodes: Iterable[PrefillNode], config: Routi
     return PrefillDecision(chosen, scores, reason)
 
 
+_OTHER_TOTALS: dict[str, Callable[[PrefillScore], float]] = {
+    "fetch": lambda score: score.wait_s + score.service_s + score.duplicate_s,
+    "duplicate": lambda score: score.ready_s + score.service_s,
+    "all_but_wait": lambda score: score.wait_s,
+}
+
+
+def deciding_terms(decision: PrefillDecision, config: RoutingConfig) -> tuple[str, ...]:
+    """What of equation 7 the choice hung on: "fetch", "duplicate", "all_but_wait".
+
+    Without it, and the same plans, the chosen node would not have been among those that tie for the best.
+    """
+    chosen = decision.chosen
+    if chosen is None:
+        return ()
+    eligible = [score for score in decision.candidates if score.eligible]
+    return tuple(
+        name
+        for name, total_s in _OTHER_TOTALS.items()
+        if total_s(chosen) > (1.0 + config.tie_share) * min(map(total_s, eligible))
+    )
+
+
 def score_prefill(context: Context, node: PrefillNode, config: RoutingConfig) -> PrefillScore:
-    """The terms of equation 7 for one node, with or without a fetch from peers, whichever is sooner."""
+    """The terms of equation 7 for one node, with the fetch from peers that makes it soonest.
+
+    That is none, all that peers can bring, or as much as comes while the request waits anyway, to the block. Nothing
+    else is sooner: up to the wait more fetched is less to compute at no cost; beyond it each token costs the same to
+    fetch, and saves more the later it stands in the context.
+    """
     unacknowledged_s = queue_service_s(node.unacknowledged, node.coefficients, node.new_tokens_per_iteration)
     wait_s = node.wait_s + unacknowledged_s
+    duplicates_cost_s = duplicate_s(context, node, config)
 
-    def scored(fetched_blocks: int, reason: str) -> PrefillScore:
+    def scored(fetched_blocks: int) -> PrefillScore:
         work = prefill_work(context, node.l1_blocks, node.any_blocks + fetched_blocks)
         return PrefillScore(
             node.node_id,
             True,
-            reason,
+            "fetches from peers" if fetched_blocks else "own copies",
             wait_s=wait_s,
-            fetch_s=fetch_s(fetched_blocks * context.block_tokens * node.kv_bytes_per_token, config),
+            fetch_s=fetch_s(fetched_blocks * context.block_tokens, node, config),
             service_s=service_s(work, node.coefficients, node.new_tokens_per_iteration),
+            duplicate_s=duplicates_cost_s,
             cached_tokens=work.cached_tokens,
             fetched_blocks=fetched_blocks,
             work=work,
         )
 
-    alone = scored(0, "own copies")
-    missing_blocks = max(0, context.pool_blocks - node.any_blocks)
-    if missing_blocks == 0:
-        return alone
-    fetching = scored(missing_blocks, "fetches from peers")
-    return fetching if fetching.total_s < alone.total_s else alone
+    most_blocks = node.fetchable_blocks if config.fetch_from_peers else 0
+    hidden_blocks = _tokens_within(wait_s, node, config) // context.block_tokens
+    choices = {0, min(hidden_blocks, most_blocks), min(hidden_blocks + 1, most_blocks), most_blocks}
+    return min((scored(blocks) for blocks in sorted(choices)), key=lambda score: score.total_s)
 
 
 def prefill_work(context: Context, l1_blocks: int, cached_blocks: int) -> PrefillWork:
@@ -167,11 +204,51 @@ def prefill_work(context: Context, l1_blocks: int, cached_blocks: int) -> Prefil
     return PrefillWork(context.tokens - cached, cached, cached - in_l1)
 
 
-def fetch_s(kv_bytes: float, config: RoutingConfig) -> float:
-    """F_n: seconds to bring so many bytes of KV from peers' host memory into the node's own."""
-    if kv_bytes == 0:
+def fetch_s(tokens: int, node: PrefillNode, config: RoutingConfig) -> float:
+    """F_n: seconds until KV of so many tokens of this request is in the node's own host memory; 0 for none.
+
+    The node reads for its legs in the order of its queue, so what they still lack comes first, just as their service
+    is in W_n. The rate is the node's own word, the configured one until it has read something.
+    """
+    if tokens == 0:
         return 0.0
-    return config.fetch_fixed_s + kv_bytes / config.fetch_bytes_per_s
+    return config.fetch_fixed_s + (node.fetch_backlog_tokens + tokens) * _fetch_token_s(node, config)
+
+
+def duplicate_s(context: Context, node: PrefillNode, config: RoutingConfig) -> float:
+    """dup_n: seconds of later work expected because duplicates of this context drive other KV out of the node.
+
+    The node will store the whole context, whether it fetches or computes what it lacks. Of what it lacks, blocks that
+    lie elsewhere too become duplicates; the new ones must be stored wherever the request goes, and have the first
+    claim to the room: `room_tokens`, free or counted by no branch. Duplicates beyond what is left of it evict as many
+    counted tokens: a live branch goes on with each of them, so each is expected to be missed once. Where another node
+    has it, missing it costs the cheaper of a fetch and computing; else computing, at the marginal cost of a token at
+    the end of a context as long as this one, for the ends of contexts are evicted first. How many lie elsewhere is
+    not known of what will be evicted; `spare_share` of this context stands for it.
+    """
+    duplicate_tokens = max(0, context.pool_blocks - node.any_blocks) * context.block_tokens
+    new_tokens = max(0, context.tokens - context.pool_blocks * context.block_tokens)
+    evicted_tokens = max(0.0, duplicate_tokens - max(0.0, node.room_tokens - new_tokens))
+    coefficients = node.coefficients
+    fixed_s = coefficients.c0_s / node.new_tokens_per_iteration
+    compute_token_s = fixed_s + coefficients.c1_s + coefficients.c2_s * context.tokens
+    again_token_s = min(compute_token_s, _fetch_token_s(node, config)) if config.fetch_from_peers else compute_token_s
+    spare = context.spare_share
+    return evicted_tokens * (spare * again_token_s + (1.0 - spare) * compute_token_s)
+
+
+def _fetch_token_s(node: PrefillNode, config: RoutingConfig) -> float:
+    """Seconds a token takes to fetch."""
+    if node.fetch_tokens_per_s > 0:
+        return 1.0 / node.fetch_tokens_per_s
+    return node.kv_bytes_per_token / config.fetch_bytes_per_s
+
+
+def _tokens_within(wait_s: float, node: PrefillNode, config: RoutingConfig) -> int:
+    """Most tokens whose F_n is at most `wait_s`."""
+    token_s = _fetch_token_s(node, config)
+    spare_s = wait_s - config.fetch_fixed_s - node.fetch_backlog_tokens * token_s
+    return int(min(spare_s / token_s, 1e9)) if spare_s > 0 and token_s > 0 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,61 +312,6 @@ def choose_decode(context: Context, nodes: Iterable[DecodeNode]) -> DecodeDecisi
     if borrowed:
         reason += "; no node has the phase, one of the other serves it"
     return DecodeDecision(chosen, tuple(scores), reason)
-
-
-@dataclass(frozen=True, slots=True)
-class HeldRun:
-    """Blocks [first_block, first_block + blocks) of a context and the nodes whose host memory holds them."""
-
-    first_block: int
-    blocks: int
-    node_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class HolderHint:
-    """Fetch blocks [first_block, first_block + blocks) from this node."""
-
-    node_id: str
-    first_block: int
-    blocks: int
-
-
-def holder_hints(
-    runs: Sequence[HeldRun], target_node_id: str, first_block: int, end_block: int, load_s: Mapping[str, float]
-) -> tuple[HolderHint, ...]:
-    """Who brings blocks [first_block, end_block) to the target: as few holders as can be, then the least loaded.
-
-    From the first missing block on, take the holder that reaches furthest without a gap (equal reach: the least
-    `load_s`), and go on from where it ends. Fetching stops at a block that nobody else holds. `runs` are in order and
-    do not overlap. Only nodes in `load_s` are named: the others are not live.
-    """
-    hints: list[HolderHint] = []
-    at = first_block
-    while at < end_block:
-        reach = _reach(runs, target_node_id, at, end_block)
-        reach = {node_id: end for node_id, end in reach.items() if node_id in load_s}
-        if not reach:
-            break
-        node_id = min(reach, key=lambda name: (-reach[name], load_s[name], name))
-        hints.append(HolderHint(node_id, at, reach[node_id] - at))
-        at = reach[node_id]
-    return tuple(hints)
-
-
-def _reach(runs: Sequence[HeldRun], target_node_id: str, at: int, end_block: int) -> dict[str, int]:
-    """Per node, the block up to which it holds everything from block `at` on; nodes that lack `at` are left out."""
-    reach: dict[str, int] = {}
-    for run in runs:
-        run_end = min(run.first_block + run.blocks, end_block)
-        if run_end <= at:
-            continue
-        for node_id in run.node_ids:
-            starts_here = run.first_block <= at
-            continues = reach.get(node_id) == run.first_block
-            if node_id != target_node_id and (starts_here or continues):
-                reach[node_id] = run_end
-    return reach
 
 
 def _eligible_ids(nodes: Iterable[tuple[str, Role, bool, str]], phase: Role) -> tuple[set[str], bool]:
