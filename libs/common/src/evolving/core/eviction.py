@@ -1,0 +1,42 @@
+"""What a node evicts first: the least needed by branches, then the longest unused; never a parent before a child."""
+
+from __future__ import annotations
+
+import heapq
+
+from evolving.core.config import EvictionPolicy
+from evolving.core.pool_runs import Run
+from evolving.core.terms import Tier
+
+_Entry = tuple[int, int, int, Run]  # effective count, last use, serial of the run, the run
+
+
+class EvictionOrder:
+    """Runs whose last block may leave a tier, in order. A run is offered after each change of what orders it."""
+
+    def __init__(self, policy: EvictionPolicy, runs: dict[Run, None]) -> None:
+        self._counts_matter = policy is EvictionPolicy.AGENT
+        self._runs = runs
+        self._heaps: dict[Tier, list[_Entry]] = {tier: [] for tier in Tier}
+
+    def offer(self, run: Run) -> None:
+        """Note a run's present place; earlier notes are stale by what they say."""
+        for tier, heap in self._heaps.items():
+            if run.evictable(tier):
+                heapq.heappush(heap, self._entry(run))
+                if len(heap) > 4 * len(self._runs) + 64:
+                    heap[:] = [self._entry(each) for each in self._runs if each.evictable(tier)]
+                    heapq.heapify(heap)
+
+    def pop(self, tier: Tier) -> Run | None:
+        """The run whose last block goes next; it must be offered again if it stays. None: nothing may leave."""
+        heap = self._heaps[tier]
+        while heap:
+            entry = heapq.heappop(heap)
+            run = entry[3]
+            if run.names and run.evictable(tier) and entry == self._entry(run):
+                return run
+        return None
+
+    def _entry(self, run: Run) -> _Entry:
+        return (run.effective if self._counts_matter else 0, run.accessed, run.serial, run)

@@ -1,0 +1,234 @@
+"""A node's pool (§4.1, §4.4) beside a model that looks at every block, under random use."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+from core.pool_model import PoolModel
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from evolving.core.config import EvictionPolicy
+from evolving.core.pool import NodePool
+from evolving.core.pool_events import BlocksRemoved, BlocksStored, PoolEvent
+from evolving.core.pool_runs import Use
+from evolving.core.terms import Tier
+
+LENGTH = 20
+FORKS = [(1, 0, 8), (2, 0, 3), (4, 3, 12)]  # context, the one it shares leading blocks with, how many
+
+
+def _context(which: int) -> list[bytes]:
+    names = [hashlib.sha256(f"{which}/{depth}".encode()).digest()[:16] for depth in range(LENGTH)]
+    for fork, origin, shared in FORKS:
+        if fork == which:
+            names[:shared] = _context(origin)[:shared]
+    return names
+
+
+CONTEXTS = [_context(which) for which in range(6)]
+contexts = st.sampled_from(CONTEXTS)
+depths = st.integers(1, LENGTH)
+LEG_USES = [Use.PREFILL, Use.DECODE]
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Legs of all kinds come and go, counts change, memory is short; the model does the same."""
+
+    pool: NodePool
+    model: PoolModel
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.legs: list[tuple[Use, list[bytes], int, int]] = []  # use, context, blocks in use, own room
+        self.seen: set[tuple[bytes, Tier]] = set()
+        self.parents: dict[bytes, bytes | None] = {}
+
+    @initialize(policy=st.sampled_from(EvictionPolicy))
+    def begin(self, policy: EvictionPolicy) -> None:
+        """An empty node."""
+        self.pool, self.model = NodePool(24, 32, policy), PoolModel(24, 32, policy)
+
+    @rule(names=contexts, blocks=depths, more=st.integers(0, 6), use=st.sampled_from(LEG_USES))
+    def begin_leg(self, names: list[bytes], blocks: int, more: int, use: Use) -> None:
+        """A leg takes room for its context and computes a first part, as far as it doesn't reuse it."""
+        reused = self.pool.matched(names, blocks, Tier.L1)
+        assert reused == self.model.depth(names[:blocks], Tier.L1)
+        self.pool.lock(names, 0, reused, use)
+        self.model.lock(names[:reused], 0, use)
+        room = blocks - reused + more
+        if self.pool.room < room:
+            self.pool.unlock(names, reused, use)
+            self.model.unlock(names[:reused], use)
+            return
+        self.pool.reserve(room, use)
+        self.model.reserve(room, use)
+        self.legs.append((use, names, reused, room))
+        self._compute(len(self.legs) - 1, blocks - reused)
+
+    @precondition(lambda self: any(use is not Use.FETCH for use, *_ in self.legs))
+    @rule(data=st.data(), blocks=st.integers(1, 6))
+    def go_on(self, data: st.DataObject, blocks: int) -> None:
+        """A leg computes more of its context."""
+        running = [index for index, leg in enumerate(self.legs) if leg[0] is not Use.FETCH]
+        self._compute(data.draw(st.sampled_from(running)), blocks)
+
+    def _compute(self, index: int, blocks: int) -> None:
+        use, names, first, own = self.legs[index]
+        last = min(first + min(blocks, own), LENGTH)
+        self.pool.commit(names, first, last, use)
+        self.model.commit(names[:last], first, use)
+        self.legs[index] = (use, names, last, own - (last - first))
+
+    @rule(names=contexts, first=st.integers(0, LENGTH), blocks=depths, keep=st.booleans())
+    def fetch(self, names: list[bytes], first: int, blocks: int, keep: bool) -> None:
+        """A chunk comes from a peer, and perhaps is kept for its leg."""
+        last = min(first + blocks, LENGTH)
+        reached = self.pool.store(names, first, last)
+        assert reached == self.model.store(names[:last], first)
+        if keep and reached:
+            self.pool.lock(names, 0, reached, Use.FETCH)
+            self.model.lock(names[:reached], 0, Use.FETCH)
+            self.legs.append((Use.FETCH, names, reached, 0))
+
+    @precondition(lambda self: self.legs)
+    @rule(data=st.data())
+    def end_leg(self, data: st.DataObject) -> None:
+        """A leg ends."""
+        use, names, blocks, own = self.legs.pop(data.draw(st.integers(0, len(self.legs) - 1)))
+        if use is not Use.FETCH:
+            self.pool.give_back(own, use)
+            self.model.own[use] -= own
+        self.pool.unlock(names, blocks, use)
+        self.model.unlock(names[:blocks], use)
+
+    @rule(names=contexts, blocks=depths)
+    def touch(self, names: list[bytes], blocks: int) -> None:
+        """A use without a leg."""
+        held = self.pool.held(names, blocks)
+        assert held == self.model.depth(names[:blocks])
+        self.pool.touch(names, held)
+        self.model.touch(names[:held])
+
+    @rule(names=contexts, first=st.integers(0, LENGTH - 1), counts=st.lists(st.integers(0, 3), min_size=1, max_size=8))
+    def count(self, names: list[bytes], first: int, counts: list[int]) -> None:
+        """Branches come to need blocks, or no longer do."""
+        pairs = dict(zip(names[first:], counts, strict=False))
+        self.pool.set_counts(pairs)
+        self.model.set_counts(pairs)
+
+    @rule()
+    def free_l1(self) -> None:
+        """The node's role went from decode to prefill."""
+        assert self.pool.free_l1() == self.model.free_l1()
+
+    @rule()
+    def clear(self) -> None:
+        """The same, by the paper's rule."""
+        assert self.pool.clear() == self.model.clear()
+
+    @precondition(lambda self: not self.legs)
+    @rule(tier=st.sampled_from(Tier))
+    def lose(self, tier: Tier) -> None:
+        """The process lost a tier."""
+        self.pool.lose(tier)
+        self.model.lose(tier)
+
+    @invariant()
+    def sound(self) -> None:
+        """Both hold the same, for the same use; events and snapshot say so; the books agree with a recount."""
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check_invariants()
+        model = self.model
+        for event in self.pool.take_events():
+            self._apply(event)
+        snapshot = {
+            (name, event.tier)
+            for event in self.pool.snapshot()
+            if isinstance(event, BlocksStored)
+            for name in event.names
+        }
+        for tier in Tier:
+            held = model.held(tier)
+            assert {name for name, each in self.seen if each is tier} == held
+            assert {name for name, each in snapshot if each is tier} == held
+            assert all(self.pool.holds(name, tier) == (name in held) for names in CONTEXTS for name in names)
+            assert self.pool.free(tier) == model.free(tier)
+        assert self.pool.room == model.room()
+        for use in Use:
+            own = model.own[use] if use is not Use.FETCH else 0
+            assert self.pool.used_by(use) == own + sum(block.locks[use] > 0 for block in model.blocks.values())
+        assert self.pool.zero_l2 == sum(not model.counts.get(name) for name in model.held(Tier.L2))
+        assert self.pool.counts() == {name: model.counts[name] for name in model.blocks if model.counts.get(name)}
+
+    def _apply(self, event: PoolEvent) -> None:
+        if isinstance(event, BlocksStored):
+            parent = event.parent
+            for name in event.names:
+                assert (name, event.tier) not in self.seen
+                assert parent is None or (parent, event.tier) in self.seen
+                assert self.parents.setdefault(name, parent) == parent
+                self.seen.add((name, event.tier))
+                parent = name
+        elif isinstance(event, BlocksRemoved):
+            assert self.seen >= {(name, event.tier) for name in event.names}
+            self.seen -= {(name, event.tier) for name in event.names}
+        else:
+            self.seen = {each for each in self.seen if each[1] is not event.tier}
+
+
+TestPool = PoolMachine.TestCase
+TestPool.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def fill(pool: NodePool, names: list[bytes]) -> None:
+    """A leg computes a context and ends."""
+    reused = pool.matched(names, len(names), Tier.L1)
+    pool.lock(names, 0, reused, Use.PREFILL)
+    pool.reserve(len(names) - reused, Use.PREFILL)
+    pool.commit(names, reused, len(names), Use.PREFILL)
+    pool.unlock(names, len(names), Use.PREFILL)
+
+
+def test_the_longest_unused_go_first_and_children_before_parents() -> None:
+    pool = NodePool(30, 100)
+    old, new, more = CONTEXTS[2][:10], CONTEXTS[3][:10], CONTEXTS[5][:10]
+    for names in (old, new, more, old):
+        fill(pool, names)
+    fill(pool, _context(7)[:14])
+    assert pool.matched(old, 10, Tier.L1) == 10
+    assert pool.matched(new, 10, Tier.L1) == 0
+    assert pool.matched(more, 10, Tier.L1) == 6, "from its end"
+
+
+def test_a_count_below_keeps_an_ancestor_in_either_tier() -> None:
+    """The effective count is the largest at or below a block on the node, whatever tier the counted one lies in."""
+    pool = NodePool(20, 100)
+    long, other = CONTEXTS[2][:10], CONTEXTS[3][:10]
+    fill(pool, long)
+    fill(pool, other)
+    pool.free_l1()
+    fill(pool, long[:9])
+    fill(pool, other[:9])
+    pool.set_counts({long[9]: 1})  # in L2 only; its parent is the last of its context in L1
+    fill(pool, CONTEXTS[5][:6])
+    assert pool.matched(long, 10, Tier.L1) == 9
+    assert pool.matched(other, 10, Tier.L1) == 5
+
+
+@pytest.mark.parametrize("policy", EvictionPolicy)
+def test_counts_come_before_use_unless_told_otherwise(policy: EvictionPolicy) -> None:
+    """§4.4: (count, last access) in whole order: a block counted twice outlives one counted once, used however late."""
+    pool = NodePool(20, 20, policy)
+    twice, once = CONTEXTS[2][:10], CONTEXTS[3][:10]
+    fill(pool, twice)
+    fill(pool, once)
+    pool.set_counts(dict.fromkeys(twice, 2) | dict.fromkeys(once, 1))
+    fill(pool, CONTEXTS[5][:8])
+    kept, gone = (twice, once) if policy is EvictionPolicy.AGENT else (once, twice)
+    for tier in Tier:
+        assert pool.matched(kept, 10, tier) == 10
+        assert pool.matched(gone, 10, tier) == 2
