@@ -37,6 +37,7 @@ from evolving.v1 import common_pb2
 from evolving_gateway.beginning import Beginning
 from evolving_gateway.contexts import Contexts
 from evolving_gateway.directory import DirectoryClient
+from evolving_gateway.metrics import GatewayMetrics
 from evolving_gateway.nodes import Cluster, Node
 from evolving_gateway.router import Router
 from evolving_gateway.settings import GatewaySettings
@@ -132,7 +133,7 @@ async def measure(address: str, store: EtcdStore, branches: int) -> list[Row]:
         KEYS, clock, Metrics(), token=None, max_message_bytes=1 << 25, timeout_s=30.0, finish_retry_s=1.0
     )
     beginning = Beginning(client, Contexts(1 << 30), "p0")
-    router = Router(cluster, settings.routing())
+    router = Router(cluster, settings.routing(), GatewayMetrics(Metrics()))
     watching = asyncio.create_task(client.follow(store))
     rng = np.random.default_rng(1)
     rows = []

@@ -275,11 +275,15 @@ def test_a_term_decided_only_if_another_node_is_better_without_it(terms: list[tu
         prefill_node(str(at), wait_s=wait_s, room_tokens=room * 100, fetchable_blocks=12, fetch_tokens_per_s=1 + rate)
         for at, (wait_s, room, rate, _) in enumerate(terms)
     ]
-    decision = choose_prefill(replace(CONTEXT, pool_blocks=12), nodes, CONFIG)
+    context = replace(CONTEXT, pool_blocks=12)
+    decision = choose_prefill(context, nodes, CONFIG)
     chosen = decision.chosen
     assert chosen is not None
+    at_once = RoutingConfig(fetch_bytes_per_s=1e300, fetch_fixed_s=0.0)
+    fast = [replace(node, fetch_tokens_per_s=0.0) for node in nodes]
+    free = {node.node_id: score_prefill(context, node, at_once).total_s for node in fast}
     without = {
-        "fetch": lambda score: score.wait_s + score.service_s + score.duplicate_s,
+        "fetch": lambda score: free[score.node_id],
         "duplicate": lambda score: max(score.wait_s, score.fetch_s) + score.service_s,
         "all_but_wait": lambda score: score.wait_s,
     }

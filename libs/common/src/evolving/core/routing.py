@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from evolving.core.terms import Role
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
@@ -90,6 +90,7 @@ class PrefillScore:
     duplicate_s: float = 0.0  # dup_n
     cached_tokens: int = 0  # prompt tokens expected to be reused here
     fetched_blocks: int = 0  # of them, blocks to bring from peers, from block any_blocks on
+    free_fetch_total_s: float = 0.0  # total_s if fetches took no time
     work: PrefillWork | None = None  # what the service time was reckoned with; None where not eligible
 
     @property
@@ -140,7 +141,7 @@ def choose_prefill(context: Context, nodes: Iterable[PrefillNode], config: Routi
 
 
 _OTHER_TOTALS: dict[str, Callable[[PrefillScore], float]] = {
-    "fetch": lambda score: score.wait_s + score.service_s + score.duplicate_s,
+    "fetch": lambda score: score.free_fetch_total_s,
     "duplicate": lambda score: score.ready_s + score.service_s,
     "all_but_wait": lambda score: score.wait_s,
 }
@@ -149,7 +150,7 @@ _OTHER_TOTALS: dict[str, Callable[[PrefillScore], float]] = {
 def deciding_terms(decision: PrefillDecision, config: RoutingConfig) -> tuple[str, ...]:
     """What of equation 7 the choice hung on: "fetch", "duplicate", "all_but_wait".
 
-    Without it, and the same plans, the chosen node would not have been among those that tie for the best.
+    Without it the chosen node would not have been among those that tie for the best.
     """
     chosen = decision.chosen
     if chosen is None:
@@ -191,7 +192,9 @@ def score_prefill(context: Context, node: PrefillNode, config: RoutingConfig) ->
     most_blocks = node.fetchable_blocks if config.fetch_from_peers else 0
     hidden_blocks = _tokens_within(wait_s, node, config) // context.block_tokens
     choices = {0, min(hidden_blocks, most_blocks), min(hidden_blocks + 1, most_blocks), most_blocks}
-    return min((scored(blocks) for blocks in sorted(choices)), key=lambda score: score.total_s)
+    scores = [scored(blocks) for blocks in sorted(choices)]
+    free_fetch_total_s = wait_s + scores[-1].service_s + duplicates_cost_s
+    return replace(min(scores, key=lambda score: score.total_s), free_fetch_total_s=free_fetch_total_s)
 
 
 def prefill_work(context: Context, l1_blocks: int, cached_blocks: int) -> PrefillWork:

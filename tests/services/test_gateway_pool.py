@@ -1,0 +1,157 @@
+"""What a gateway knows of the pool, how it routes by it, and what it counts of reuse."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import pytest
+from gateway_harness import BLOCK_TOKENS, Bench, ScriptedNode, bench
+
+from evolving.core.work import PrefillWork
+from evolving.internal.v1 import directory_pb2, node_agent_pb2
+from evolving.runtime.metrics import Metrics
+from evolving.v1 import common_pb2, gateway_pb2
+from evolving_gateway.metrics import GatewayMetrics
+from evolving_gateway.nodes import Arriving, Node
+
+BLOCKS = 60
+PROMPT = [1 + at % 900 for at in range(BLOCKS * BLOCK_TOKENS + 1)]
+ONE_TOKEN = gateway_pb2.Sampling(max_tokens=1)
+
+
+def held_by(*node_ids: str) -> directory_pb2.Match:
+    """The match of a context whose every whole block these nodes hold in host memory."""
+    return directory_pb2.Match(
+        pool_blocks=BLOCKS,
+        nodes=[directory_pb2.NodeMatch(node_id=name, l2_blocks=BLOCKS, any_blocks=BLOCKS) for name in node_ids],
+        holders=[directory_pb2.HolderRun(first_block=0, blocks=BLOCKS, node_ids=node_ids)],
+    )
+
+
+async def tell(it: Bench, node_id: str, wait_s: float, **status: Any) -> None:
+    """Let a node push a status, and wait until the gateway has it."""
+    it.nodes[node_id].push(**status)
+    await it.wait(node_id, wait_s)
+
+
+async def served(it: Bench) -> gateway_pb2.GenerateFinished:
+    """A request for the context that `held_by` knows."""
+    return await it.generate(PROMPT, sampling=ONE_TOKEN).all()
+
+
+async def test_a_node_says_what_its_fetches_take() -> None:
+    """Both could fetch in no time, by the settings; one says it can't, then the other that others come first."""
+    async with bench("holder", "a", "b") as it:
+        it.directory.match = held_by("holder")
+        await tell(it, "holder", 60.0)
+        await tell(it, "a", 0.01, fetch_tokens_per_s=100.0)
+        await tell(it, "b", 0.1, fetch_tokens_per_s=1e5)
+        finished = await served(it)
+        assert finished.prefill_node_id == "b"
+        assert it.nodes["b"].prefills[0].holders[0].node_id == "holder"
+        await tell(it, "a", 0.02, fetch_tokens_per_s=1e5)
+        await tell(it, "b", 0.01, fetch_backlog_tokens=1_000_000)
+        assert (await served(it)).prefill_node_id == "a"
+        assert it.metric("gateway_choices_hung_on_total", term="fetch") == 2
+        assert it.metric("gateway_choices_total") == 2
+
+
+async def test_a_full_node_is_spared_duplicates() -> None:
+    full = {"l2_total_tokens": 40_000, "l2_used_tokens": 40_000}
+    async with bench("holder", "a", "b", fetch_bytes_per_s=1e8) as it:
+        it.directory.match = held_by("holder")
+        await tell(it, "holder", 60.0)
+        await tell(it, "a", 0.01, **full)
+        await tell(it, "b", 0.35, **full, l2_zero_tokens=len(PROMPT))
+        assert (await served(it)).prefill_node_id == "b", "what no branch counts may go"
+        assert it.metric("gateway_choices_hung_on_total", term="duplicate") == 1
+        await tell(it, "b", 0.36, queued_tokens=len(PROMPT))
+        assert (await served(it)).prefill_node_id == "a", "what is queued there will take that room"
+
+
+async def test_without_fetches_kv_is_used_where_it_lies_or_computed() -> None:
+    async with bench("holder", "a", fetch_from_peers=False) as it:
+        it.directory.match = held_by("holder")
+        assert (await served(it)).prefill_node_id == "holder"
+        await tell(it, "holder", 60.0)
+        finished = await served(it)
+        assert (finished.prefill_node_id, finished.reuse.planned_tokens) == ("a", 0)
+        assert finished.reuse.pool_tokens == BLOCKS * BLOCK_TOKENS
+        assert not it.nodes["a"].prefills[0].holders
+        assert it.nodes["a"].prefills[0].expected_cached_tokens == 0
+
+
+async def test_only_what_someone_can_be_asked_for_is_planned() -> None:
+    """The pool has all of it, but half of that in device memory or on nodes nobody can reach."""
+    async with bench("holder", "a") as it:
+        it.directory.match = held_by("holder")
+        half = directory_pb2.HolderRun(first_block=0, blocks=BLOCKS // 2, node_ids=["holder", "gone"])
+        rest = directory_pb2.HolderRun(first_block=BLOCKS // 2, blocks=BLOCKS - BLOCKS // 2, node_ids=["gone"])
+        del it.directory.match.holders[:]
+        it.directory.match.holders.extend([half, rest])
+        await tell(it, "holder", 60.0)
+        finished = await served(it)
+        assert finished.prefill_node_id == "a"
+        assert finished.reuse.pool_tokens == BLOCKS * BLOCK_TOKENS
+        assert finished.reuse.planned_tokens == BLOCKS // 2 * BLOCK_TOKENS
+        assert [hint.blocks for hint in it.nodes["a"].prefills[0].holders] == [BLOCKS // 2]
+
+
+# -- what a node's status does not say yet
+
+
+def node() -> Node:
+    """A node nobody is connected to."""
+    nothing = cast("Any", None)
+    return Node(ScriptedNode("n").registration(), nothing, nothing)
+
+
+def test_legs_count_until_a_status_that_came_after_they_were_acknowledged() -> None:
+    it = node()
+    status = node_agent_pb2.WatchStatusResponse(
+        l2_total_tokens=1_000, l2_used_tokens=900, l2_zero_tokens=400, queued_tokens=50, fetch_backlog_tokens=20
+    )
+    it.take_status(status)
+    assert (it.fetch_backlog_tokens, it.room_tokens, it.unacknowledged) == (20, 450, ())
+    work = PrefillWork(60, 140)
+    it.arriving["leg"] = Arriving(work, fetched_tokens=100)
+    it.take_status(status)  # may have been on its way before the leg was sent
+    assert (it.fetch_backlog_tokens, it.room_tokens, it.unacknowledged) == (120, 290, (work,))
+    it.acknowledge("leg", 3.0)
+    assert (it.fetch_backlog_tokens, it.room_tokens, it.unacknowledged) == (120, 290, ())
+    it.take_status(status)
+    assert (it.fetch_backlog_tokens, it.room_tokens, it.unacknowledged) == (20, 450, ())
+
+
+def test_room_is_never_negative_and_endless_without_host_memory() -> None:
+    it = node()
+    assert it.room_tokens == math.inf
+    it.take_status(node_agent_pb2.WatchStatusResponse(l2_total_tokens=10, l2_used_tokens=10, queued_tokens=99))
+    assert it.room_tokens == 0
+
+
+# -- what is counted
+
+
+@pytest.mark.parametrize(
+    ("pool", "planned", "cached", "by_routing", "by_arrival"),
+    [(100, 100, 100, 0, 0), (100, 60, 60, 40, 0), (100, 60, 50, 40, 10), (100, 60, 90, 10, 0), (0, 0, 30, 0, 0)],
+)
+def test_lost_reuse_by_cause(pool: int, planned: int, cached: int, by_routing: int, by_arrival: int) -> None:
+    metrics = Metrics()
+    reuse = gateway_pb2.Reuse(pool_tokens=pool, planned_tokens=planned, loss=common_pb2.LOSS_CAUSE_SWITCH)
+    GatewayMetrics(metrics).reused(reuse, gateway_pb2.CachedTokens(own_l1=cached - 20, peer_l2=20))
+    read = metrics.registry.get_sample_value
+    assert read("evolving_gateway_lost_tokens_total", {"cause": "routing"}) == by_routing
+    assert read("evolving_gateway_lost_tokens_total", {"cause": "arrival"}) == by_arrival
+    assert read("evolving_gateway_losses_total", {"cause": "switch"}) == 1
+    assert read("evolving_gateway_cached_tokens_total", {"source": "peer_l2"}) == 20
+
+
+async def test_fetch_time_and_what_was_hidden_of_it_are_summed() -> None:
+    async with bench("n") as it:
+        await served(it)
+        await served(it)
+        assert it.metric("gateway_fetch_seconds_total") == 0.25
+        assert it.metric("gateway_fetch_hidden_seconds_total") == 0.2
