@@ -180,5 +180,8 @@ async def test_status_counts_what_is_held(pair: list[Node]) -> None:
     a, _ = pair
     before = a.engine.status().prefill_tokens
     await prefill_only(a, prompt(160, 70))
+    async for status in a.engine.status_changes():
+        if status.prefill_tokens != before:
+            break
+    assert status.prefill_tokens - before == 70
     await a.until_only_cache()
-    assert a.engine.status().prefill_tokens - before == 70

@@ -86,6 +86,11 @@ class NodeAgentSettings(ServiceSettings):
         description="sglang: how KV travels between nodes, the same on all; tcp: authenticated by the token of "
         "token_file, host memory only, on the port after engine_port",
     )
+    page_checksums: bool = Field(
+        True,
+        description="sglang: host pages carry a checksum that peers verify on arrival; off where that costs too much, "
+        "as with rdma",
+    )
     rdma_device: str = Field("", description="sglang: device names for mooncake-rdma, comma separated")
     sglang_flags: tuple[str, ...] = Field((), description="sglang: more flags for its own command line")
     mock_speed_up: float = Field(1.0, gt=0, description="mock: modelled durations are divided by this")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from evolving.core.config import EvictionPolicy, FetchConfig, FetchStart
 from evolving.runtime.settings import is_loopback, join_address
 
 
@@ -45,6 +46,10 @@ class SglangConfig:
     # How KV travels, the same on all nodes. tcp: ours, authenticated, host memory only, on the port after `port`.
     transport: Literal["mooncake-tcp", "mooncake-rdma", "tcp"] = "mooncake-tcp"
     rdma_device: str = ""  # device names for mooncake-rdma, comma separated
+    eviction: EvictionPolicy = EvictionPolicy.AGENT  # what leaves memory first
+    fetch_start: FetchStart = FetchStart.ENQUEUE  # when blocks are fetched from peers
+    fetch: FetchConfig = field(default_factory=FetchConfig)  # bounds of reads from peers
+    page_checksums: bool = True  # host pages carry a checksum that peers verify; costs a pass over each page
     start_timeout_s: float = 300.0  # from spawn to serving
     log_path: str = ""  # the process's output; "" takes a temporary file
     extra_flags: tuple[str, ...] = ()  # appended to SGLang's own command line, so they win

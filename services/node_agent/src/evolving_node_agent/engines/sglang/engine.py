@@ -160,7 +160,11 @@ class SglangEngine:
 
     async def free_l1(self) -> int:
         """Drop from L1 what L2 has too, blocks in use when their last leg ends; the blocks dropped at once."""
-        return (await self._alive().ask(m.FreeL1)).blocks
+        return (await self._alive().ask(lambda request: m.Drop(request, l2=False))).blocks
+
+    async def clear(self) -> int:
+        """Drop everything from both tiers, blocks in use when their last leg ends; the blocks dropped at once."""
+        return (await self._alive().ask(lambda request: m.Drop(request, l2=True))).blocks
 
     async def block_digests(self, names: Sequence[bytes], tier: Tier) -> Mapping[bytes, bytes]:
         """SHA-256 over the KV bytes of those of the named blocks the tier holds."""

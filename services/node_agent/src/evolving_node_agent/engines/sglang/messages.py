@@ -59,10 +59,11 @@ class AskCounts(msgspec.Struct, tag=True, frozen=True):
     request: int
 
 
-class FreeL1(msgspec.Struct, tag=True, frozen=True):
-    """Drop from L1 what L2 has too; answered with `Answer.blocks`."""
+class Drop(msgspec.Struct, tag=True, frozen=True):
+    """Drop from L1 what L2 has too, or everything from both; answered with `Answer.blocks`."""
 
     request: int
+    l2: bool
 
 
 class AskDigests(msgspec.Struct, tag=True, frozen=True):
@@ -77,7 +78,7 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
     """Take no more legs; exit when the last one has ended."""
 
 
-Command = Prefill | Decode | Abort | SetCounts | AskCounts | AskDigests | FreeL1 | Drain
+Command = Prefill | Decode | Abort | SetCounts | AskCounts | AskDigests | Drop | Drain
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -92,6 +93,7 @@ class LegTaken(msgspec.Struct, tag=True, frozen=True):
     leg_id: str
     queue_s: float
     fetch_s: float
+    hidden_s: float
 
 
 class LegPrefilled(msgspec.Struct, tag=True, frozen=True):

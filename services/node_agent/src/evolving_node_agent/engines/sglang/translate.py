@@ -105,8 +105,8 @@ def decode_command(job: port.DecodeJob) -> m.Decode:
 def event_of(report: m.LegMessage) -> port.PrefillEvent | port.DecodeEvent:
     """The port's event in a leg's report; not for failures."""
     match report:
-        case m.LegTaken(_, queue_s, fetch_s):
-            return port.Taken(queue_s=queue_s, fetch_s=fetch_s)
+        case m.LegTaken(_, queue_s, fetch_s, hidden_s):
+            return port.Taken(queue_s=queue_s, fetch_s=fetch_s, hidden_s=hidden_s)
         case m.LegPrefilled(_, first_token, cached, prefill_s, finish):
             return port.Prefilled(first_token=first_token, cached=cached, prefill_s=prefill_s, finish=finish)
         case m.LegSent(_, transfer_s, size):

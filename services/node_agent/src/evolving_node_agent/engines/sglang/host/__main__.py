@@ -16,6 +16,8 @@ import threading
 import uuid
 from typing import Any
 
+import msgspec
+
 from evolving_node_agent.engines.sglang.config import SglangConfig
 from evolving_node_agent.engines.sglang.framing import LENGTH
 
@@ -35,8 +37,7 @@ def main() -> int:
     # Before torch is imported: spinning and many threads make engines that share cores many times slower.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    options.config["extra_flags"] = tuple(options.config["extra_flags"])
-    config = SglangConfig(**options.config)
+    config = msgspec.convert(options.config, SglangConfig)
     secret = _receive_secret(channel)
     _watch_parent_while_building(channel)
     inbox = Inbox()
@@ -76,7 +77,7 @@ def _start_service(scheduler: Any, config: SglangConfig, inbox: Inbox, channel: 
         scheduler.gracefully_exit = True
 
     async def serve() -> None:
-        service = Service(scheduler.desk, inbox, transport, info, secret, stop)
+        service = Service(scheduler.desk, inbox, transport, config.fetch, info, secret, stop)
         await service.run(channel, config.bind_host, config.peer_host, config.port)
 
     def run() -> None:

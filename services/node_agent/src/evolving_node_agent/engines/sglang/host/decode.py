@@ -146,7 +146,7 @@ class _Remote:
         own = await service.inbox.call(lambda: service.desk.reservations.landing_pages(leg))
         ranges = l1_ranges(service.layout, welcome.layout, list(zip(own, pages, strict=True)))
         self._bytes = sum(size for _, _, size in ranges)
-        leg.reading = asyncio.ensure_future(service.fetcher.read(welcome.session, ranges))
+        leg.reading = asyncio.ensure_future(service.reader.read(welcome.session, ranges))
         if not await asyncio.shield(leg.reading):
             raise SourceLost("reading the prompt's KV failed")
 

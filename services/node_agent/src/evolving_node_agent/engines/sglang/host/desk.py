@@ -13,12 +13,16 @@ from typing import Any
 import numpy as np
 from sglang.srt.mem_cache.common import release_kv_cache
 
+from evolving.core.config import FetchStart
 from evolving_node_agent.engines.port import Aborted, EngineError, FinishReason, NoRoom
 from evolving_node_agent.engines.sglang import messages as m
 from evolving_node_agent.engines.sglang.config import SglangConfig
 from evolving_node_agent.engines.sglang.translate import token_bytes
 
+from .admission import Admission
 from .blocks import BlockStore
+from .landing import Landing
+from .leaving import Leaving
 from .legs import DecodeLeg, FirstToken, Leg, Phase, PrefillLeg
 from .memory import Ledger
 from .requests import finish_reason, is_abort, make_request
@@ -36,7 +40,11 @@ class Desk:
         self._scheduler = scheduler
         self._ledger = ledger
         self._claim_upstream = scheduler.tree_cache.claim_kv_row
+        self._fetch_start = config.fetch_start
         self.blocks = blocks
+        self.admission = Admission(self._on_turn)
+        self.landing = Landing(scheduler.tree_cache, blocks, config.block_tokens, config.l2_tokens)
+        self.leaving = Leaving(scheduler.tree_cache, blocks.residency)
         self.prefills: dict[str, PrefillLeg] = {}  # queued, computing or holding, by request id
         self.decodes: dict[str, DecodeLeg] = {}  # with a slot, by request id
         self.reservations = Reservations(scheduler, ledger, self.decodes, config.decode_slots)
@@ -55,10 +63,32 @@ class Desk:
         request = make_request(leg, sampling, leg.generated + 1, leg.command.priority, self._scheduler.model_config)
         leg.request = request
         leg.phase = Phase.QUEUED
-        leg.queued_s = time.monotonic()
         leg.known_cached_tokens = self.blocks.cached_tokens(leg.tokens, leg.root)
         self.prefills[leg.rid] = leg
+        self._plan_fetch(leg)
         self._scheduler._add_request_to_queue(request)
+
+    def _plan_fetch(self, leg: PrefillLeg) -> None:
+        """Decide whether there is anything to fetch, and let it begin unless that waits for the leg's turn."""
+        width = self._scheduler.page_size
+        usable = (len(leg.tokens) - 1) // width
+        offered = max((holder.first_block + holder.blocks for holder in leg.command.holders), default=0)
+        leg.fetch.missing_tokens = max(0, min(usable, offered) * width - leg.known_cached_tokens)
+        if not leg.fetch.missing_tokens:
+            leg.fetch.over = True
+        elif self._fetch_start is FetchStart.ENQUEUE:
+            self.resolve(leg.fetch.due, None)
+
+    def _on_turn(self, leg: PrefillLeg) -> None:
+        """The leg could be computed now, were it not for its fetch."""
+        if self._fetch_start is FetchStart.ADMISSION:
+            self.resolve(leg.fetch.due, None)
+            self.flush()
+
+    def end_fetch(self, leg: PrefillLeg) -> None:
+        """Nothing more comes from peers for this leg."""
+        leg.fetch.over = True
+        leg.fetch.missing_tokens = 0
 
     def on_prefill_batch(self, batch: Any) -> None:
         """Prompt tokens are about to be computed; legs among them leave the queue now."""
@@ -67,12 +97,18 @@ class Desk:
         for request in batch.reqs:
             leg = request.leg
             if isinstance(leg, PrefillLeg) and leg.phase is Phase.QUEUED:
-                leg.phase = Phase.COMPUTING
+                self._leave_queue(leg, Phase.COMPUTING)
                 leg.taken_s = now_s
                 leg.owned_tokens = self._ledger.in_blocks(len(leg.tokens)) - request.prefix_len
-                fetch_s = leg.queued_s - leg.arrived_s
-                self.report(m.LegTaken(leg.leg_id, queue_s=now_s - leg.arrived_s, fetch_s=fetch_s))
+                fetch_s, hidden_s = leg.fetch.reading.total_s, leg.fetch.hidden_s
+                self.report(m.LegTaken(leg.leg_id, now_s - leg.arrived_s, fetch_s=fetch_s, hidden_s=hidden_s))
+                self.resolve(leg.taken, None)
         self.flush()
+
+    def _leave_queue(self, leg: PrefillLeg, phase: Phase) -> None:
+        leg.phase = phase
+        self.admission.forget(leg)
+        self.landing.unprotect(leg)
 
     def claim_row(self, request: Any) -> bool:
         """SGLang gives back a request's KV row; keep it when a decode leg is to come for it."""
@@ -164,7 +200,7 @@ class Desk:
         self.prefills.pop(leg.rid, None)
         self.decodes.pop(leg.rid, None)
         if isinstance(leg, PrefillLeg):
-            leg.phase = Phase.OVER
+            self._leave_queue(leg, Phase.OVER)
         error: EngineError = NoRoom(message) if "memory" in message.lower() else EngineError(message)
         self.resolve(leg.ended, Aborted("aborted") if leg.aborted else error)
 
@@ -227,16 +263,17 @@ class Desk:
 
     # -- every iteration
 
-    def after_iteration(self) -> None:
-        """Write completed output blocks through to L2, and say what changed."""
+    def after_iteration(self) -> bool:
+        """Write completed output blocks through to L2, and say what changed; False: there may be more to say."""
         for request in self._scheduler.running_batch.reqs:
             self.blocks.publish_output(request)
-        self.blocks.drop_leaving()
+        self.leaving.drop()
         changes = self.blocks.residency.take_changes()
         if changes:
             self.report(m.KvChanged(changes))
-        self.board.publish(self.report)
+        told = self.board.publish(self.report)
         self.flush()
+        return told
 
     # -- to the service, in order
 

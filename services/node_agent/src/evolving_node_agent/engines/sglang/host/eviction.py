@@ -1,17 +1,20 @@
 """Eviction by what branches still need: (effective count, last access), smallest first.
 
 The effective count of a block is the largest count of it and its descendants on this node, so that a parent never goes
-before a counted child (paper §4.1).
+before a counted child (paper §4.1). SGLang evicts tree nodes, so a node whose blocks differ in it is split first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
+from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 
-from .names import name_of_hash
+from evolving.core.config import EvictionPolicy
+
+from .names import names_of
 
 
 class BranchCounts:
@@ -19,12 +22,32 @@ class BranchCounts:
 
     def __init__(self) -> None:
         self._counts: dict[bytes, int] = {}
+        self._in_l2: Mapping[bytes, object] = {}
+        self.l2_blocks = 0  # blocks in L2 that have a count
         self.version = 0
+
+    def watch(self, in_l2: Mapping[bytes, object]) -> None:
+        """Keep `l2_blocks` for this mapping, whose owner says what comes and goes."""
+        self._in_l2 = in_l2
+        self.l2_blocks = sum(name in self._counts for name in in_l2)
+
+    def on_stored(self, names: Iterable[bytes], in_l2: bool) -> None:
+        """These blocks came to a tier."""
+        counted = sum(name in self._counts for name in names)
+        if counted:
+            self.version += 1  # what was remembered of the nodes above is no longer true
+            self.l2_blocks += counted if in_l2 else 0
+
+    def on_removed(self, names: Iterable[bytes]) -> None:
+        """These blocks left L2."""
+        self.l2_blocks -= sum(name in self._counts for name in names)
 
     def update(self, counts: Mapping[bytes, int]) -> None:
         """Replace the counts of the named blocks; 0 forgets one."""
         self.version += 1
         for name, count in counts.items():
+            if name in self._in_l2:
+                self.l2_blocks += (count > 0) - (name in self._counts)
             if count > 0:
                 self._counts[name] = count
             else:
@@ -34,29 +57,42 @@ class BranchCounts:
         """A copy of all counts."""
         return dict(self._counts)
 
-    def of_node(self, node: Any) -> int:
-        """The largest count of a tree node's own blocks."""
+    def levels(self, node: Any, below: int) -> tuple[int, tuple[int, ...]]:
+        """The effective count of a tree node's first block, when that of its children is `below`; and the blocks at
+        which a new effective count begins, last first."""
         if not self._counts or node.hash_value is None:
-            return 0
-        return max((self._counts.get(name_of_hash(page_hash), 0) for page_hash in node.hash_value), default=0)
+            return below, ()
+        level, cuts = below, []
+        names = names_of(node)
+        for index in range(len(names) - 1, -1, -1):
+            count = self._counts.get(names[index], 0)
+            if count > level:
+                if index + 1 < len(names):
+                    cuts.append(index + 1)
+                level = count
+        return level, tuple(cuts)
 
 
 class BranchCountStrategy(EvictionStrategy):  # type: ignore[misc]
-    """SGLang's eviction order."""
+    """SGLang's eviction order, and who is asked for counts."""
 
-    counts = BranchCounts()  # one engine a process; SGLang constructs the strategy itself
+    # One engine a process; SGLang constructs the strategy itself.
+    counts = BranchCounts()
+    policy = EvictionPolicy.AGENT
 
     def get_priority(self, node: Any) -> tuple[int, float]:
         """What leaves first has the smallest."""
         return (self.effective_count(node), node.last_access_time)
 
     def effective_count(self, node: Any) -> int:
-        """The largest count of a node's blocks and of its descendants'.
+        """The largest count of a node's blocks and of its descendants'; 0 where counts don't matter.
 
         Remembered on each node with the version of the counts. A child that left since only makes its parent look
         more needed than it is until the next update, which no promise is about.
         """
         version = self.counts.version
+        if self.policy is EvictionPolicy.LRU:
+            return 0
         if getattr(node, "counted_at", None) == version:
             return int(node.counted)
         stack = [(node, False)]
@@ -68,7 +104,72 @@ class BranchCountStrategy(EvictionStrategy):  # type: ignore[misc]
                 stack.append((current, True))
                 stack.extend((child, False) for child in current.children.values())
                 continue
-            below = (child.counted for child in current.children.values())
-            current.counted = max(self.counts.of_node(current), *below, 0)
+            below = max((child.counted for child in current.children.values()), default=0)
+            current.counted, current.cuts = self.counts.levels(current, below)
             current.counted_at = version
         return int(node.counted)
+
+
+class EvenNodes:
+    """Splits nodes before SGLang looks for victims, so that all blocks of a node are needed equally."""
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+        self._core = tree.tree_core
+        self._strategy: BranchCountStrategy = self._core.eviction_strategy
+        self._split = self._core._split_node
+        self._core._split_node = self._split_unnoticed
+        self._before(self._core, "evict_device_start", lambda: self._even(self._core.evictable_device_leaves, True))
+        self._before(self._core, "drive_host_eviction", lambda: self._even(self._core.evictable_host_leaves, False))
+
+    @staticmethod
+    def _before(target: Any, name: str, first: Callable[[], None]) -> None:
+        method = getattr(target, name)
+
+        def both(*args: Any, **kwargs: Any) -> Any:
+            first()
+            return method(*args, **kwargs)
+
+        setattr(target, name, both)
+
+    def _split_unnoticed(self, key: Any, child: Any, length: int) -> tuple[Any, Any]:
+        """SGLang's split, which would make both parts look as if they had just been used."""
+        accessed = child.last_access_time
+        parent, action = self._split(key, child, length)
+        parent.last_access_time = child.last_access_time = accessed
+        return parent, action
+
+    def _even(self, leaves: Iterable[Any], on_device: bool) -> None:
+        """Split what can become a victim: leaves and, once those are gone, what they continue.
+
+        Nodes in use are left as they are: they are no victims, and whoever uses them may count on their extent.
+        """
+        if self._strategy.policy is EvictionPolicy.LRU:
+            return
+        version = self._strategy.counts.version
+        for leaf in list(leaves):
+            path, node = [], leaf
+            while node.parent is not None and getattr(node, "even_at", None) != version:
+                if self._in_use(node) or (on_device and node.evicted) or not (on_device or node.evicted):
+                    break
+                path.append(node)
+                node = node.parent
+            reached = node.parent is None or getattr(node, "even_at", None) == version
+            for each in path:
+                self._cut(each)
+                if reached:
+                    each.even_at = version
+
+    def _cut(self, node: Any) -> None:
+        """Cut a node at the blocks where another effective count begins; it stays the last part itself."""
+        self._strategy.effective_count(node)
+        cuts, node.cuts = node.cuts, ()
+        for cut in cuts:
+            node, action = self._core._split_node(node.key, node, cut * self._core.page_size)
+            if action is not None:
+                self._tree._apply_cache_actions([action])
+
+    @staticmethod
+    def _in_use(node: Any) -> bool:
+        data = node.component_data[BASE_COMPONENT_TYPE]
+        return bool(data.lock_ref or data.host_lock_ref)

@@ -1,6 +1,7 @@
-"""Reading the blocks of a prompt that peers hold in their L2, before it is queued. Service's thread.
+"""Reading the blocks of a prompt that peers hold in their L2, while its leg is queued. Service's thread.
 
-A plain read with one deadline: what has not arrived by then is computed.
+A fetch proceeds in chunks. Each takes a turn by the leg's rank, asks a holder where the blocks lie, reads them and puts
+them into the tree, so what comes later, or not at all, costs nothing of what came before.
 """
 
 from __future__ import annotations
@@ -9,155 +10,50 @@ import asyncio
 import ctypes
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from evolving.core.config import FetchConfig
+from evolving.runtime.clock import SystemClock
 from evolving_node_agent.engines.port import Holder
 from evolving_node_agent.engines.sglang.translate import NAME_BYTES
+from evolving_node_agent.engines.turns import ReadTurns
 
 from .blocks import BlockStore
 from .inbox import Inbox
+from .landing import Landing
 from .legs import PrefillLeg
 from .names import digests
 from .pages import Layout, Range, l2_ranges
-from .peers import Locate, Located, Peer, PeerLost, Peers
+from .peers import Locate, Located, Peer, PeerLost, Peers, Place
 from .transport import Transport
 
 logger = logging.getLogger(__name__)
+_CHUNK_S = 4.0  # longest that finding and reading one chunk may take
 _SUSPECT_S = 10.0  # a peer whose read failed is not asked again for this long
 _WORD_BYTES = 8
 
 
 @dataclass(slots=True)
-class _Piece:
-    """Consecutive blocks that one peer said it has."""
+class _Fetch:
+    """Where the fetch of one leg is."""
 
-    peer: Peer
-    first_block: int
-    places: list[tuple[int, int]]  # (page, generation)
+    leg: PrefillLeg
+    chain: list[bytes]  # digests of the blocks that can be used
+    first: int  # the next block wanted
+    spent: set[int] = field(default_factory=set)  # holders, by place, that have no more for this leg
+
+    def names(self, end: int) -> bytes:
+        """The names from the next block wanted to `end`."""
+        return b"".join(digest[:NAME_BYTES] for digest in self.chain[self.first : end])
 
 
-class Fetcher:
-    """Brings blocks from peers' L2 into our own."""
+class Reader:
+    """Reads peers' memory. Service's thread."""
 
-    def __init__(self, inbox: Inbox, blocks: BlockStore, peers: Peers, transport: Transport, block_tokens: int) -> None:
-        self._inbox = inbox
-        self._blocks = blocks
-        self._peers = peers
+    def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._block_tokens = block_tokens
-        self._suspects: dict[str, float] = {}  # incarnation -> until when
-
-    async def fetch(self, leg: PrefillLeg) -> None:
-        """Fetch what holders have and we lack; sets `leg.fetched`. Never raises for a peer's failure."""
-        usable = (len(leg.tokens) - 1) // self._block_tokens
-        chain = digests(leg.tokens, leg.root, self._block_tokens)[:usable]
-        held = await self._inbox.call(lambda: self._blocks.cached_tokens(leg.tokens, leg.root))
-        first = held // self._block_tokens
-        if first >= usable or not any(holder.first_block + holder.blocks > first for holder in leg.command.holders):
-            return
-        try:
-            async with asyncio.timeout(leg.command.fetch_deadline_s):
-                pieces = await self._locate(leg.command.holders, chain, first)
-                if pieces:
-                    await self._read(leg, chain, first, pieces)
-        except TimeoutError:
-            logger.warning("leg %s: the fetch took longer than its deadline", leg.leg_id)
-
-    async def _locate(self, holders: Sequence[Holder], chain: list[bytes], first: int) -> list[_Piece]:
-        """Pieces that continue each other from block `first` on."""
-        pieces: list[_Piece] = []
-        for holder in sorted(holders, key=lambda holder: holder.first_block):
-            end = min(holder.first_block + holder.blocks, len(chain))
-            if holder.first_block > first or end <= first or self._is_suspect(holder.incarnation):
-                continue
-            try:
-                peer = await self._peers.at(holder.pool_address)
-                assert peer.welcome is not None
-                if holder.incarnation and peer.welcome.incarnation != holder.incarnation:
-                    continue
-                names = b"".join(digest[:NAME_BYTES] for digest in chain[first:end])
-                places = (await peer.ask(Locate(names), Located)).places
-            except PeerLost as error:
-                logger.warning("holder %s: %s", holder.node_id, error)
-                self._suspect(holder.incarnation)
-                continue
-            if places:
-                pieces.append(_Piece(peer, first, places))
-                first += len(places)
-        return pieces
-
-    async def _read(self, leg: PrefillLeg, chain: list[bytes], first: int, pieces: list[_Piece]) -> None:
-        count = sum(len(piece.places) for piece in pieces)
-        slots = await self._allocate(count)
-        if slots is None:
-            return
-        words = (ctypes.c_int64 * count)(*[-1] * count)
-        reading = asyncio.ensure_future(self._read_pieces(slots, words, first, pieces))
-        try:
-            good = await asyncio.shield(reading)
-        except (TimeoutError, asyncio.CancelledError):
-            # Bytes may still arrive: the slots stay taken until the transport is done with them.
-            for piece in pieces:
-                assert piece.peer.welcome is not None
-                self._suspect(piece.peer.welcome.incarnation)
-            reading.add_done_callback(lambda _: self._free(slots))
-            raise
-        insert = self._blocks.insert_fetched
-        cached = await self._inbox.call(lambda: insert(leg.tokens, leg.root, chain, first, slots, good))
-        if cached > first * self._block_tokens:
-            leg.fetched = (first * self._block_tokens, min(cached, (first + good) * self._block_tokens))
-
-    async def _allocate(self, blocks: int) -> torch.Tensor | None:
-        """Host slots; given back at once when the leg is gone before they come."""
-        asked = asyncio.ensure_future(self._inbox.call(lambda: self._blocks.allocate_host(blocks)))
-        try:
-            return await asyncio.shield(asked)
-        except asyncio.CancelledError:
-            asked.add_done_callback(lambda done: self._free(done.result()))
-            raise
-
-    def _free(self, slots: torch.Tensor | None) -> None:
-        if slots is not None:
-            self._inbox.post(lambda: self._blocks.pages.free_host(slots))
-
-    async def _read_pieces(
-        self, slots: torch.Tensor, words: ctypes.Array[ctypes.c_int64], first: int, pieces: list[_Piece]
-    ) -> int:
-        """Read every piece, all peers at once; the leading blocks that arrived whole and unchanged."""
-        pages = (slots[:: self._block_tokens] // self._block_tokens).tolist()
-        oks = await asyncio.gather(
-            *(
-                self._read_piece(piece, pages[start : start + len(piece.places)], words, start)
-                for piece in pieces
-                for start in (piece.first_block - first,)
-            )
-        )
-        good = 0
-        for piece, ok in zip(pieces, oks, strict=True):
-            for _, generation in piece.places:
-                if not ok or words[good] != generation:
-                    return good
-                good += 1
-        return good
-
-    async def _read_piece(
-        self, piece: _Piece, pages: list[int], words: ctypes.Array[ctypes.c_int64], start: int
-    ) -> bool:
-        assert piece.peer.welcome is not None
-        theirs, ours = piece.peer.welcome.layout, self._blocks.pages.layout
-        data = l2_ranges(ours, theirs, [(own, place[0]) for own, place in zip(pages, piece.places, strict=True)])
-        session = piece.peer.welcome.session
-        began_s = time.monotonic()
-        ok = await self.read(session, data)
-        # The words are read after the data: a page given away meanwhile has another one by now.
-        ok = ok and await self.read(session, _word_ranges(theirs, piece.places, ctypes.addressof(words), start))
-        if not ok:
-            self._suspect(piece.peer.welcome.incarnation)
-        logger.info("read %d blocks of %s in %.3f s", len(pages), session, time.monotonic() - began_s)
-        return ok
 
     async def read(self, session: str, ranges: list[Range]) -> bool:
         """Read and wait until nothing more can arrive. Not to be cancelled: shield it."""
@@ -170,6 +66,173 @@ class Fetcher:
         self._transport.read(session, ranges, finish)
         return await over
 
+
+class Fetcher:
+    """Brings blocks from peers' L2 into our own."""
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        blocks: BlockStore,
+        landing: Landing,
+        peers: Peers,
+        reader: Reader,
+        config: FetchConfig,
+        block_tokens: int,
+    ) -> None:
+        self._inbox = inbox
+        self._layout = blocks.pages.layout
+        self._checksums = blocks.checksums
+        self._landing = landing
+        self._peers = peers
+        self._reader = reader
+        self._chunk_blocks = config.chunk_blocks
+        self._block_tokens = block_tokens
+        self._turns = ReadTurns(config, SystemClock())
+        self._suspects: dict[str, float] = {}  # incarnation -> until when
+        self._coming: dict[bytes, asyncio.Event] = {}  # first block of each chunk being read -> set at its end
+
+    async def fetch(self, leg: PrefillLeg) -> None:
+        """Fetch what holders have and we lack, chunk by chunk. Never raises for a peer's failure.
+
+        Cancelling it leaves in place what has come; slots of an unfinished read stay taken until its end.
+        """
+        usable = (len(leg.tokens) - 1) // self._block_tokens
+        chain = digests(leg.tokens, leg.root, self._block_tokens)[:usable]
+        fetch = _Fetch(leg, chain, leg.known_cached_tokens // self._block_tokens)
+        while (place := self._next_holder(fetch)) is not None:
+            await self._chunk(fetch, place)
+
+    def _next_holder(self, fetch: _Fetch) -> int | None:
+        """The place of a holder that may have the next block, and what is missing then."""
+        last = fetch.first
+        found = None
+        for place, holder in enumerate(fetch.leg.command.holders):
+            end = min(holder.first_block + holder.blocks, len(fetch.chain))
+            if place in fetch.spent or end <= fetch.first or self._is_suspect(holder.incarnation):
+                continue
+            last = max(last, end)
+            if found is None and holder.first_block <= fetch.first:
+                found = place
+        fetch.leg.fetch.missing_tokens = (last - fetch.first) * self._block_tokens if found is not None else 0
+        return found
+
+    async def _chunk(self, fetch: _Fetch, place: int) -> None:
+        """One chunk from one holder; moves `fetch.first` on, or gives the holder up."""
+        holder = fetch.leg.command.holders[place]
+        end = min(fetch.first + self._chunk_blocks, holder.first_block + holder.blocks, len(fetch.chain))
+        name = fetch.chain[fetch.first]
+        if (coming := self._coming.get(name)) is not None:
+            await coming.wait()  # another leg reads the same
+            if not await self._moved_on(fetch):
+                fetch.spent.add(place)
+            return
+        size_bytes = 2 * self._layout.l2_page_bytes * (end - fetch.first)
+        async with self._turns.turn(fetch.leg.fetch.rank, size_bytes):
+            if name in self._coming or self._is_suspect(holder.incarnation):
+                return
+            over = self._coming[name] = asyncio.Event()
+            try:
+                wanted = end - fetch.first
+                if await self._bring(fetch, holder, end) < wanted:
+                    fetch.spent.add(place)
+            finally:
+                del self._coming[name]
+                over.set()
+
+    async def _moved_on(self, fetch: _Fetch) -> bool:
+        """Whether more of the prompt is here than before, by another's reading or computing."""
+        held, slots = await self._claim(fetch, 0)
+        assert slots is None or not len(slots)
+        moved, fetch.first = held > fetch.first, max(held, fetch.first)
+        return moved
+
+    async def _bring(self, fetch: _Fetch, holder: Holder, end: int) -> int:
+        """Find, read and insert blocks from `fetch.first` to `end`, as many as the holder has; how many came."""
+        try:
+            async with asyncio.timeout(_CHUNK_S):
+                peer, places = await self._locate(holder, fetch.names(end))
+        except (PeerLost, TimeoutError) as error:
+            logger.warning("holder %s: %r", holder.node_id, error)
+            self._suspect(holder.incarnation)
+            return 0
+        if not places:
+            return 0
+        first = fetch.first
+        held, slots = await self._claim(fetch, len(places))
+        if held > first:
+            fetch.first = held
+            return end - first  # the holder is as good as before
+        if slots is None:
+            return 0
+        reading = asyncio.ensure_future(self._read(peer, slots, places))
+        watches = (fetch.leg.fetch.reading, self._landing.busy)
+        for watch in watches:
+            watch.start()
+        try:
+            async with asyncio.timeout(_CHUNK_S):
+                good = await asyncio.shield(reading)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            # Bytes may still arrive: the slots stay taken until the transport is done with them.
+            reading.add_done_callback(lambda _: self._release(slots))
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            logger.warning("holder %s: a read took longer than %.1f s", holder.node_id, _CHUNK_S)
+            self._suspect(holder.incarnation)
+            return 0
+        finally:
+            for watch in watches:
+                watch.stop()
+        sums = [place[2] for place in places[:good]]
+        self._inbox.post(lambda: self._landing.insert(fetch.leg, fetch.chain, first, slots, sums))
+        fetch.first = first + good
+        return good
+
+    async def _locate(self, holder: Holder, names: bytes) -> tuple[Peer, list[Place]]:
+        """Where the leading ones of these blocks are in a holder's L2. Raises PeerLost."""
+        peer = await self._peers.at(holder.pool_address)
+        assert peer.welcome is not None
+        if holder.incarnation and peer.welcome.incarnation != holder.incarnation:
+            return peer, []
+        return peer, (await peer.ask(Locate(names), Located)).places
+
+    async def _claim(self, fetch: _Fetch, blocks: int) -> tuple[int, torch.Tensor | None]:
+        """`Landing.claim`; given back at once when the leg is gone before its slots come."""
+        first = fetch.first
+        asked = asyncio.ensure_future(self._inbox.call(lambda: self._landing.claim(fetch.leg, first, blocks)))
+        try:
+            return await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            asked.add_done_callback(lambda done: self._release(done.result()[1]))
+            raise
+
+    def _release(self, slots: torch.Tensor | None) -> None:
+        if slots is not None:
+            self._inbox.post(lambda: self._landing.release(slots))
+
+    async def _read(self, peer: Peer, slots: torch.Tensor, places: list[Place]) -> int:
+        """Read pages of a peer; the leading ones that arrived whole, unchanged, and as they were stored."""
+        assert peer.welcome is not None
+        session, theirs = peer.welcome.session, peer.welcome.layout
+        pages = (slots[:: self._block_tokens] // self._block_tokens).tolist()
+        words = (ctypes.c_int64 * len(places))(*[-1] * len(places))
+        ok = await self._reader.read(session, l2_ranges(self._layout, theirs, _pairs(pages, places)))
+        # The words are read after the data: a page given away meanwhile has another one by now.
+        ok = ok and await self._reader.read(session, _word_ranges(theirs, places, ctypes.addressof(words)))
+        if not ok:
+            logger.warning("a read of %d blocks from %s failed", len(pages), session)
+            self._suspect(peer.welcome.incarnation)
+            return 0
+        good = 0
+        while good < len(places) and words[good] == places[good][1]:
+            good += 1
+        if not self._checksums.enabled:
+            return good
+        intact = await asyncio.to_thread(self._checksums.intact, pages[:good], [place[2] for place in places[:good]])
+        if intact < good:
+            logger.error("a page of %s is not what was stored there: computed instead", session)
+        return intact
+
     def _is_suspect(self, incarnation: str) -> bool:
         return self._suspects.get(incarnation, 0.0) > time.monotonic()
 
@@ -179,11 +242,16 @@ class Fetcher:
         self._suspects[incarnation] = now_s + _SUSPECT_S
 
 
-def _word_ranges(peer: Layout, places: list[tuple[int, int]], own: int, start: int) -> list[Range]:
+def _pairs(pages: list[int], places: list[Place]) -> list[tuple[int, int]]:
+    """(own page, peer's page)."""
+    return [(own, place[0]) for own, place in zip(pages, places, strict=True)]
+
+
+def _word_ranges(peer: Layout, places: list[Place], own: int) -> list[Range]:
     """The generation words of pages; neighbours together."""
     ranges: list[Range] = []
-    for index, (page, _) in enumerate(places):
-        word = (own + (start + index) * _WORD_BYTES, peer.generations + page * _WORD_BYTES, _WORD_BYTES)
+    for index, place in enumerate(places):
+        word = (own + index * _WORD_BYTES, peer.generations + place[0] * _WORD_BYTES, _WORD_BYTES)
         if ranges and ranges[-1][1] + ranges[-1][2] == word[1]:
             ranges[-1] = (ranges[-1][0], ranges[-1][1], ranges[-1][2] + _WORD_BYTES)
         else:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import itertools
 import time
 import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
+from evolving.core.fetching import Rank
 from evolving_node_agent.engines.port import CachedTokens, EngineError, FinishReason, TokenIds
 from evolving_node_agent.engines.sglang import messages as m
 from evolving_node_agent.engines.sglang.translate import tokens_of
 
 from .names import namespace
+from .stopwatch import Stopwatch
+
+_arrivals = itertools.count()
 
 
 class Phase(enum.Enum):
     """Where a prefill leg is."""
 
-    FETCHING = enum.auto()  # reading peers' L2
+    ARRIVED = enum.auto()
     QUEUED = enum.auto()  # in SGLang's waiting queue
     COMPUTING = enum.auto()
     HOLDING = enum.auto()  # computed; the KV waits for its decode leg
@@ -56,18 +61,36 @@ class Leg:
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
+class FetchState:
+    """The reading of a leg's blocks from peers, beside its wait."""
+
+    rank: Rank  # of the leg in the queue
+    due: asyncio.Future[None]  # service thread: resolved when the reading is to begin
+    over: bool = False  # scheduler thread: nothing more will come
+    missing_tokens: int = 0  # prompt tokens that are still to come from peers
+    spans: list[tuple[int, int]] = field(default_factory=list)  # scheduler thread: prompt tokens [from, to) that came
+    reading: Stopwatch = field(default_factory=Stopwatch)  # the service's: blocks are being read
+    held_up: Stopwatch = field(default_factory=Stopwatch)  # the scheduler's: the leg would be taken if it were over
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds of reading that cost the leg nothing."""
+        return max(0.0, self.reading.total_s - self.held_up.total_s)
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
 class PrefillLeg(Leg):
     """One prefill leg."""
 
     command: m.Prefill
-    phase: Phase = Phase.FETCHING
+    fetch: FetchState
+    phase: Phase = Phase.ARRIVED
     arrived_s: float = field(default_factory=time.monotonic)
-    queued_s: float = 0.0  # when the fetch was over
     taken_s: float = 0.0
-    known_cached_tokens: int = 0  # at enqueue, for the queue's truth
-    fetched: tuple[int, int] = (0, 0)  # prompt tokens [from, to) that came from peers
+    known_cached_tokens: int = 0  # for the queue's truth
     held_kv: Any = None  # the request's KV record while it waits for the decode leg
     owned_tokens: int = 0  # KV this leg holds beyond what was cached when it began
+    taken: asyncio.Future[None]  # service thread: resolved when the leg leaves the queue
     first: asyncio.Future[FirstToken]  # service thread
     claimed: asyncio.Event  # service thread: a decode leg said it will come
     handed_over: asyncio.Future[tuple[float, int]]  # service thread: (transfer_s, bytes)
@@ -76,7 +99,7 @@ class PrefillLeg(Leg):
     def cached(self, device: int, host: int) -> CachedTokens:
         """SGLang's split by tier, with the peers' part taken out of the host's."""
         total = device + host
-        peer = max(0, min(total, self.fetched[1]) - max(device, self.fetched[0]))
+        peer = sum(max(0, min(total, end) - max(device, start)) for start, end in self.fetch.spans)
         return CachedTokens(l1=device, l2=host - peer, peer=peer)
 
 
@@ -105,7 +128,9 @@ def prefill_leg(command: m.Prefill) -> PrefillLeg:
         generated=command.generated,
         root=command.root,
         command=command,
+        fetch=FetchState(rank=(-command.priority, next(_arrivals)), due=loop.create_future()),
         ended=_observed(loop.create_future()),
+        taken=loop.create_future(),
         first=loop.create_future(),
         claimed=asyncio.Event(),
         handed_over=_observed(loop.create_future()),

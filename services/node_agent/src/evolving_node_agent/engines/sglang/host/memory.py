@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sglang.srt.managers.schedule_policy import PrefillAdder
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from .admission import Admission
 from .legs import DecodeLeg, PrefillLeg
 
 
@@ -71,13 +72,33 @@ class Ledger:
         return allocator.alloc(tokens)
 
 
-def adder_class(ledger: Ledger) -> type[PrefillAdder]:
-    """SGLang's admission of prompts, less what belongs to decode."""
+def adder_class(ledger: Ledger, admission: Admission) -> type[PrefillAdder]:
+    """SGLang's admission of prompts, less those that are not runnable and what belongs to decode."""
 
     class ReservingAdder(PrefillAdder):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             self.memory_budget.total_offset += ledger.for_decode()
+
+        def add_one_req(self, req: Any, has_chunked_req: bool, truncation_align_size: int | None) -> Any:
+            """SGLang's walk of its queue is at this request; CONTINUE without adding it passes it over."""
+            if isinstance(req.leg, PrefillLeg) and not admission.lets(req.leg, lambda: self._has_room(req)):
+                return AddReqResult.CONTINUE
+            return super().add_one_req(req, has_chunked_req, truncation_align_size)
+
+        def _has_room(self, req: Any) -> bool:
+            """Whether upstream would add the request now; as in its own `add_one_req`, without effects."""
+            new_tokens = max(0, req.sampling_params.max_new_tokens - len(req.output_ids))
+            prompt_tokens = len(req.full_untruncated_fill_ids) - req.prefix_len
+            with self._lock_node(req.last_node):
+                chosen = self._select_prefill_admission(
+                    req,
+                    total_tokens=prompt_tokens + new_tokens + self.per_req_token_overhead,
+                    host_hit_length=req.host_hit_length,
+                    swa_host_hit_length=req.swa_host_hit_length,
+                    truncation_align_size=None,
+                )
+            return not isinstance(chosen, AddReqResult)
 
     return ReservingAdder
 

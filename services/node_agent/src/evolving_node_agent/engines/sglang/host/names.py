@@ -35,6 +35,15 @@ def name_of_hash(page_hash: str) -> bytes:
     return bytes.fromhex(page_hash[: 2 * NAME_BYTES])
 
 
+def names_of(node: Any) -> list[bytes]:
+    """The names of a tree node's blocks by its hashes, remembered until a split gives it others."""
+    if getattr(node, "named", None) is not node.hash_value:
+        node.named = node.hash_value
+        node.names = [name_of_hash(page_hash) for page_hash in node.hash_value]
+    names: list[bytes] = node.names
+    return names
+
+
 def chain_seed(upstream: Callable[[str | None, str | None], str | None], *key: Any) -> str | None:
     """What a chain begins with: the root of our namespaces, upstream's seed for others."""
     extra_key = key[0]

@@ -50,9 +50,11 @@ class KvPages:
         for tensor in (*self._device_layers, self._host_pool.kv_buffer, self.generations):
             yield tensor.data_ptr(), tensor.numel() * tensor.element_size()
 
-    def generation(self, page: int) -> int:
-        """The page's word now."""
-        return int(self.generations[page])
+    @property
+    def host_buffer(self) -> torch.Tensor:
+        """All host pages: (2, pages, layers, block_tokens, heads, dim)."""
+        buffer: torch.Tensor = self._host_pool.kv_buffer
+        return buffer
 
     def l1_digest(self, slots: torch.Tensor) -> bytes:
         """SHA-256 of a block in device memory, by its token slots."""

@@ -27,6 +27,9 @@ _CONNECT_S = 3.0
 _PURPOSE = b"evolving peers 1"
 
 
+Place = tuple[int, int, int | None]  # page, generation, checksum if the peer keeps any
+
+
 class Hello(msgspec.Struct, tag=True, frozen=True):
     """The first frame of the one that connects."""
 
@@ -49,9 +52,9 @@ class Locate(msgspec.Struct, tag=True, frozen=True):
 
 
 class Located(msgspec.Struct, tag=True, frozen=True):
-    """(page, generation) of the leading blocks that are there."""
+    """Of the leading blocks that are there."""
 
-    places: list[tuple[int, int]]
+    places: list[Place]
 
 
 class Claim(msgspec.Struct, tag=True, frozen=True):

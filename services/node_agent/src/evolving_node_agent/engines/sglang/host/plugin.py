@@ -34,6 +34,7 @@ def register() -> None:
         from . import cpu
 
         cpu.adapt()
+    BranchCountStrategy.policy = config.eviction
     cache_utils._EVICTION_POLICY_FACTORIES[EVICTION_POLICY] = BranchCountStrategy
     add_radix_eviction_policy_choices([EVICTION_POLICY])
     HookRegistry.register("sglang.srt.mem_cache.utils.storage_namespace_seed", chain_seed, HookType.AROUND)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Any
 
 from evolving_node_agent.engines.port import Aborted, DecodeLost, EngineError
@@ -15,8 +16,11 @@ if TYPE_CHECKING:
     from .service import Service
 
 
+logger = logging.getLogger(__name__)
+
+
 async def run_prefill(service: Service, leg: PrefillLeg) -> None:
-    """Fetch, queue, compute, hold, hand over; says how it ended."""
+    """Queue and fetch, compute, hold, hand over; says how it ended."""
     try:
         await _run(service, leg)
     except EngineError as error:
@@ -29,15 +33,15 @@ async def run_prefill(service: Service, leg: PrefillLeg) -> None:
 
 
 async def _run(service: Service, leg: PrefillLeg) -> None:
-    board = service.desk.board
-    board.fetching[leg.leg_id] = len(leg.tokens)
-    try:
-        await service.fetcher.fetch(leg)
-    finally:
-        board.fetching.pop(leg.leg_id, None)
     service.inbox.post(lambda: service.desk.start_prefill(leg))
-    # `ended` fails when SGLang gives the request up, in whatever stage.
-    await first_of(leg.first, leg.ended)
+    fetching = asyncio.ensure_future(_fetch(service, leg))
+    # Not a moment longer than the leg is queued.
+    leg.taken.add_done_callback(lambda _: fetching.cancel())
+    try:
+        # `ended` fails when SGLang gives the request up, in whatever stage.
+        await first_of(leg.first, leg.ended)
+    finally:
+        fetching.cancel()
     if leg.ended.done():
         leg.ended.result()
     first = leg.first.result()
@@ -45,6 +49,17 @@ async def _run(service: Service, leg: PrefillLeg) -> None:
         return
     transfer_s, size = await _handed_over(leg)
     service.report(m.LegSent(leg.leg_id, transfer_s=transfer_s, bytes=size))
+
+
+async def _fetch(service: Service, leg: PrefillLeg) -> None:
+    """Bring blocks from peers while the leg is queued."""
+    await leg.fetch.due
+    try:
+        await service.fetcher.fetch(leg)
+    except Exception:
+        logger.exception("leg %s: the fetch failed", leg.leg_id)
+    finally:
+        service.inbox.post(lambda: service.desk.end_fetch(leg))
 
 
 async def _handed_over(leg: PrefillLeg) -> tuple[float, int]:

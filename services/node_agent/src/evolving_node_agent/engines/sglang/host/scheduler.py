@@ -30,6 +30,7 @@ from .inbox import Inbox
 from .memory import Ledger, adder_class, charge_debt
 from .pages import KvPages
 from .requests import restore_penalties, seeded
+from .statusboard import CHANGE_S
 
 logger = logging.getLogger(__name__)
 _IDLE_WAIT_S = 1.0
@@ -75,12 +76,12 @@ class NodeScheduler(upstream.Scheduler):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self.ledger = Ledger(self, self.config.reserve_tokens)
         charge_debt(self.token_to_kv_pool_allocator, self.ledger)
-        self._adder = adder_class(self.ledger)
         kv_pool = self.token_to_kv_pool_allocator.get_kvcache()
         host_pool = self.tree_cache.cache_controller.mem_pool_host.anchor_entry.host_pool
-        self.desk = Desk(
-            self, self.config, self.ledger, BlockStore(self.tree_cache, KvPages(kv_pool, host_pool, self.page_size))
-        )
+        pages = KvPages(kv_pool, host_pool, self.page_size)
+        blocks = BlockStore(self.tree_cache, pages, self.config.page_checksums)
+        self.desk = Desk(self, self.config, self.ledger, blocks)
+        self._adder = adder_class(self.ledger, self.desk.admission)
         self.tree_cache.claim_kv_row = self.desk.claim_row
 
     # -- what upstream asks for
@@ -109,8 +110,15 @@ class NodeScheduler(upstream.Scheduler):  # type: ignore[misc]
         return _outputs_to(self)
 
     def get_prefill_adder_class(self) -> Any:
-        """Admission leaves decode its reserve."""
+        """Admission leaves decode its reserve, and legs that fetch where they are."""
         return self._adder
+
+    def _get_new_batch_prefill_raw(self, *args: Any, **kwargs: Any) -> Any:
+        self.desk.admission.begin_walk()
+        try:
+            return super()._get_new_batch_prefill_raw(*args, **kwargs)
+        finally:
+            self.desk.admission.end_walk()
 
     def is_fully_idle(self, *args: Any, **kwargs: Any) -> bool:
         """KV that waits for another node is work too."""
@@ -125,12 +133,12 @@ class NodeScheduler(upstream.Scheduler):  # type: ignore[misc]
         while not self.gracefully_exit:
             self.inbox.run(wait_s)
             ran = self._iterate()
-            self.desk.after_iteration()
+            told = self.desk.after_iteration()
             if ran:
                 wait_s = 0.0
             elif self.is_fully_idle():
                 self.on_idle()
-                wait_s = _IDLE_WAIT_S
+                wait_s = _IDLE_WAIT_S if told else CHANGE_S
             else:
                 wait_s = _STALLED_WAIT_S
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from evolving.core.config import FetchConfig
 from evolving_node_agent.engines.port import Aborted, EngineDown, EngineInfo, Rejected, Tier
 from evolving_node_agent.engines.sglang import messages as m
 from evolving_node_agent.engines.sglang.framing import read_frame, write_frame
@@ -21,7 +22,7 @@ from . import peers as p
 from .decode import run_decode
 from .desk import Desk, Outgoing
 from .eviction import BranchCountStrategy
-from .fetch import Fetcher
+from .fetch import Fetcher, Reader
 from .inbox import Inbox
 from .legs import Leg, PrefillLeg, decode_leg, failure, prefill_leg
 from .pages import Layout
@@ -42,6 +43,7 @@ class Service:
         desk: Desk,
         inbox: Inbox,
         transport: Transport,
+        fetch: FetchConfig,
         info: EngineInfo,
         secret: bytes,
         stop: Callable[[], None],
@@ -51,7 +53,8 @@ class Service:
         self.block_tokens = info.block_tokens
         self.layout: Layout = desk.blocks.pages.layout
         self.peers = Peers(info.kv_format, secret)
-        self.fetcher = Fetcher(inbox, desk.blocks, self.peers, transport, info.block_tokens)
+        self.reader = Reader(transport)
+        self.fetcher = Fetcher(inbox, desk.blocks, desk.landing, self.peers, self.reader, fetch, info.block_tokens)
         self.handover = Handover(self)
         self.address = ""
         self._info = info
@@ -131,8 +134,8 @@ class Service:
                 self.spawn(self._counts(request))
             case m.AskDigests(request, names, tier):
                 self.spawn(self._digests(request, names, Tier(tier)))
-            case m.FreeL1(request):
-                self.spawn(self._free_l1(request))
+            case m.Drop(request, l2):
+                self.spawn(self._drop(request, l2))
             case m.Drain():
                 self._draining = True
                 self._stop_when_empty()
@@ -185,8 +188,9 @@ class Service:
         found = await self.inbox.call(lambda: self.desk.blocks.digests(split_names(names), tier))
         self._answer(request, m.Answer(request, digests=found))
 
-    async def _free_l1(self, request: int) -> None:
-        blocks = await self.inbox.call(self.desk.blocks.free_l1)
+    async def _drop(self, request: int, l2: bool) -> None:
+        leaving = self.desk.leaving
+        blocks = await self.inbox.call(leaving.clear if l2 else leaving.free_l1)
         self._answer(request, m.Answer(request, blocks=blocks))
 
     # -- peers
@@ -211,10 +215,10 @@ class Service:
 
     async def _locate(self, guest: Guest, ask: p.Locate) -> Reply:
         """The leading blocks that are in our L2. The reader finds out by itself when one leaves."""
-        places: list[tuple[int, int]] = []
+        places: list[p.Place] = []
         for name in split_names(ask.names):
-            place = self.desk.blocks.residency.host_pages.get(name)
-            if place is None:
+            found = self.desk.blocks.residency.host_pages.get(name)
+            if found is None:
                 break
-            places.append(place)
+            places.append((*found, await self.desk.blocks.checksums.of(*found)))
         return p.Located(places)

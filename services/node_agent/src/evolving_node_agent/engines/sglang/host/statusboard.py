@@ -14,7 +14,7 @@ from .legs import DecodeLeg, Phase
 if TYPE_CHECKING:
     from .desk import Desk
 
-_CHANGE_S = 0.01  # at most this often
+CHANGE_S = 0.01  # at most this often
 _HEARTBEAT_S = 1.0  # at least this often
 
 
@@ -26,7 +26,6 @@ class StatusBoard:
         self._desk = desk
         self._last = EngineStatus()
         self._last_s = 0.0
-        self.fetching: dict[str, int] = {}  # legs that read peers' L2, written by the service
         self.prefill_iterations = 0
         self.prefill_tokens = 0
         self.retractions = 0
@@ -36,15 +35,16 @@ class StatusBoard:
         self.prefill_iterations += 1
         self.prefill_tokens += int(batch.extend_num_tokens)
 
-    def publish(self, report: Callable[[m.Report], None]) -> None:
-        """Report the status if it changed, or if the last report is old."""
+    def publish(self, report: Callable[[m.Report], None]) -> bool:
+        """Report the status if it changed, or if the last report is old; False: it is too early to."""
         now_s = time.monotonic()
-        if now_s - self._last_s < _CHANGE_S:
-            return
+        if now_s - self._last_s < CHANGE_S:
+            return False
         status = self._status()
         if status != self._last or now_s - self._last_s >= _HEARTBEAT_S:
             self._last, self._last_s = status, now_s
             report(m.StatusChanged(status))
+        return True
 
     def _status(self) -> EngineStatus:
         scheduler, desk = self._scheduler, self._desk
@@ -54,7 +54,7 @@ class StatusBoard:
             by_phase[leg.phase].append(leg)
         queued = {leg.leg_id: len(leg.tokens) - leg.known_cached_tokens for leg in by_phase[Phase.QUEUED]}
         return EngineStatus(
-            queued=dict(self.fetching) | queued,
+            queued=queued,
             prefilling={
                 leg.leg_id: max(0, len(leg.tokens) - (leg.request.extend_end or 0)) for leg in by_phase[Phase.COMPUTING]
             },
@@ -68,4 +68,9 @@ class StatusBoard:
             prefill_iterations=self.prefill_iterations,
             prefill_tokens=self.prefill_tokens,
             retractions=self.retractions,
+            l2_zero_tokens=desk.blocks.residency.zero_blocks * scheduler.page_size,
+            fetch_backlog_tokens=sum(leg.fetch.missing_tokens for leg in by_phase[Phase.QUEUED]),
+            fetching_blocks=desk.landing.blocks_taken,
+            fetched_tokens=desk.landing.fetched_tokens,
+            fetch_busy_s=desk.landing.busy.total_s,
         )

@@ -1,0 +1,225 @@
+"""Fetches beside the queue: who waits for whom, what is kept of a broken one, and what of it cost time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from evolving.core.config import FetchConfig
+from evolving_node_agent.engines.port import (
+    Aborted,
+    CachedTokens,
+    EngineStatus,
+    Holder,
+    Prefilled,
+    PrefillEvent,
+    Taken,
+    Tier,
+)
+from evolving_node_agent.engines.sglang.host.peers import Locate, Located, Peers
+
+from .conftest import running
+from .driving import Node, collect, greedy, jobs, names, prefill_only, prompt
+from .reference import clear_prompts
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.sglang, pytest.mark.timeout(300)]
+BLOCK = 64
+NEVER_S = 1e6
+
+
+@contextlib.asynccontextmanager
+async def black_holes(first_block: int, blocks: int, count: int = 30) -> AsyncIterator[tuple[Holder, ...]]:
+    """Holders that take connections and say nothing. The engine gives each up after seconds: many take a minute."""
+
+    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(1 << 16):
+                pass
+        writer.close()
+
+    servers = [await asyncio.start_server(swallow, "127.0.0.1", 0) for _ in range(count)]
+    addresses = [f"127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
+    try:
+        yield tuple(
+            Holder(f"hole {index}", address, f"hole {index}", first_block, blocks)
+            for index, address in enumerate(addresses)
+        )
+    finally:
+        for server in servers:
+            server.close()
+
+
+async def until_status(node: Node, condition: Callable[[EngineStatus], bool]) -> EngineStatus:
+    """Wait for a status that fulfils the condition."""
+    async for status in node.engine.status_changes():
+        if condition(status):
+            return status
+    raise AssertionError("the engine is gone")
+
+
+async def held_by(node: Node, tokens: list[int]) -> list[int]:
+    """The prompt, once its full blocks are in the node's L2."""
+    await prefill_only(node, tokens)
+    await node.until_holds(Tier.L2, names(tokens))
+    return tokens
+
+
+async def events_of(node: Node, tokens: list[int], **job: Any) -> tuple[Taken, Prefilled]:
+    """A request of one token."""
+    prefill_job, _ = jobs(node, tokens, greedy(1), **job)
+    taken, prefilled = await collect(node.engine.prefill(prefill_job))
+    assert isinstance(taken, Taken)
+    assert isinstance(prefilled, Prefilled)
+    return taken, prefilled
+
+
+async def test_a_fetch_without_turns_holds_up_nobody(pair: list[Node], tmp_path: Path) -> None:
+    """Bandwidth for one chunk: the first leg gets two blocks, and then nobody gets any more."""
+    source = pair[0]
+    tokens = await held_by(source, prompt(50_000, 6 * BLOCK + 9))
+    other = await held_by(source, prompt(50_001, 4 * BLOCK + 9))
+    async with running(tmp_path, "s", fetch=FetchConfig(chunk_blocks=2, bytes_per_s=1.0)) as (node,):
+        job, _ = jobs(node, tokens, greedy(1), holders=(source.holder(0, 6),), fetch_deadline_s=NEVER_S)
+        seen: list[PrefillEvent] = []
+
+        async def slow() -> None:
+            seen.extend([event async for event in node.engine.prefill(job)])
+
+        waiting = asyncio.create_task(slow())
+        status = await until_status(node, lambda status: status.fetched_tokens == 2 * BLOCK)
+        assert status.fetch_backlog_tokens == 4 * BLOCK
+        assert status.fetching_blocks == 0
+        await until_status(node, lambda status: status.queued == {job.leg_id: len(tokens) - 2 * BLOCK})
+        # Others behind it: one with nothing to fetch, and one that can't fetch and whose deadline passes.
+        assert (await prefill_only(node, prompt(50_002, 100))).cached == CachedTokens()
+        taken, prefilled = await events_of(node, other, holders=(source.holder(0, 4),), fetch_deadline_s=0.2)
+        assert (taken.fetch_s, taken.hidden_s) == (0.0, 0.0)
+        assert taken.queue_s >= 0.2
+        assert prefilled.cached == CachedTokens()
+        assert not seen, "a leg whose fetch is not over was taken"
+        assert await node.engine.abort(job.leg_id)
+        with pytest.raises(Aborted):
+            await waiting
+        # What had come stays, and nothing else does.
+        assert (await prefill_only(node, tokens)).cached == CachedTokens(l2=2 * BLOCK)
+        await node.until_only_cache()
+        status = node.engine.status()
+        assert (status.fetching_blocks, status.fetch_backlog_tokens, status.fetched_tokens) == (0, 0, 2 * BLOCK)
+
+
+async def test_a_finished_fetch_passes_a_slower_one_ahead(pair: list[Node]) -> None:
+    source, node = pair
+    tokens = await held_by(source, prompt(51_000, 3 * BLOCK + 5))
+    async with black_holes(0, 3) as holes:
+        job, _ = jobs(
+            node, prompt(51_001, 3 * BLOCK + 5), greedy(1), holders=holes, fetch_deadline_s=NEVER_S, priority=5
+        )
+        waiting = asyncio.create_task(collect(node.engine.prefill(job)))
+        await until_status(node, lambda status: job.leg_id in status.queued)
+        taken, prefilled = await events_of(node, tokens, holders=(source.holder(0, 3),), fetch_deadline_s=NEVER_S)
+        assert prefilled.cached == CachedTokens(peer=3 * BLOCK)
+        assert taken.fetch_s > 0
+        assert taken.hidden_s == 0, "the engine had nothing else to do"
+        assert job.leg_id in node.engine.status().queued
+        assert await node.engine.abort(job.leg_id)
+        with pytest.raises(Aborted):
+            await waiting
+
+
+async def test_what_came_before_the_deadline_is_used(pair: list[Node]) -> None:
+    source, node = pair
+    tokens, output = next(clear_prompts(5 * BLOCK + 7, 1, 52_000))
+    await held_by(source, tokens)
+    async with black_holes(2, 3) as holes:
+        taken, prefilled = await events_of(node, tokens, holders=(source.holder(0, 2), *holes), fetch_deadline_s=0.5)
+    assert prefilled.cached == CachedTokens(peer=2 * BLOCK)
+    assert prefilled.first_token == output[0]
+    assert taken.queue_s >= 0.5
+    await until_status(node, lambda status: status.fetching_blocks == 0 and status.fetch_backlog_tokens == 0)
+
+
+async def test_a_holder_that_has_less_is_followed_by_the_next(pair: list[Node]) -> None:
+    source, node = pair
+    tokens = await held_by(source, prompt(53_000, 5 * BLOCK + 7))
+    nobody = Holder("x", "127.0.0.1:9", "nobody", 0, 5)
+    _, prefilled = await events_of(node, tokens, holders=(nobody, source.holder(0, 1), source.holder(0, 5)))
+    assert prefilled.cached == CachedTokens(peer=5 * BLOCK)
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def small(pair: list[Node], tmp_path: Path) -> AsyncIterator[Node]:
+    """A node whose prefill has room for one prompt of the longest kind."""
+    async with running(tmp_path, "small", l1_tokens=2048, l2_tokens=4096, chunk_tokens=256) as (node,):
+        yield node
+
+
+async def test_a_fetch_under_the_wait_costs_nothing_and_stays(pair: list[Node], small: Node) -> None:
+    source = pair[0]
+    longest = small.info.max_prompt_tokens
+    tokens, output = next(clear_prompts(longest, 1, 54_000))
+    await held_by(source, tokens)
+    # The computed prompt of a request whose decode leg has not come fills the room.
+    first, decode = jobs(small, prompt(54_500, longest), greedy(2), keep_s=NEVER_S)
+    holding = asyncio.create_task(collect(small.engine.prefill(first)))
+    await until_status(small, lambda status: status.holding == 1)
+    fetching = asyncio.create_task(events_of(small, tokens, holders=(source.holder(0, longest // BLOCK),)))
+    usable = (longest - 1) // BLOCK
+    await until_status(small, lambda status: status.fetched_tokens == usable * BLOCK)
+    # More than its L2 holds passes by; what came for the waiting leg is older, and stays.
+    for seed in range(64):
+        await prefill_only(small, prompt(54_600 + seed, BLOCK + 1), priority=1)
+    await small.until(lambda: names(prompt(54_600, BLOCK))[0] not in small.held[Tier.L2])
+    assert not fetching.done()
+    await collect(small.engine.decode(decode))
+    await holding
+    taken, prefilled = await fetching
+    assert prefilled.cached == CachedTokens(peer=usable * BLOCK)
+    assert prefilled.first_token == output[0]
+    assert taken.hidden_s == taken.fetch_s > 0
+    await small.until_only_cache()
+
+
+def altered(node: Node, address: int) -> None:
+    """Flip the bits of a byte in the memory of the node's engine."""
+    with Path(f"/proc/{node.info.pid}/mem").open("r+b", buffering=0) as memory:
+        memory.seek(address)
+        byte = memory.read(1)
+        memory.seek(address)
+        memory.write(bytes([byte[0] ^ 0xFF]))
+
+
+async def alter_block(node: Node, name: bytes, half: int, offset: int) -> None:
+    """Change one byte of a block in the node's L2: `half` 0 is K, 1 is V."""
+    peers = Peers(node.info.kv_format, b"")
+    peer = await peers.at(node.info.pool_address)
+    assert peer.welcome is not None
+    ((page, _, _),) = (await peer.ask(Locate(name), Located)).places
+    layout = peer.welcome.layout
+    altered(node, layout.l2_blocks[half] + page * layout.l2_page_bytes + offset % layout.l2_page_bytes)
+    await peers.close()
+
+
+@pytest.mark.parametrize(("half", "offset"), [(0, 0), (0, -1), (1, 0), (1, 12_345), (1, -1)])
+async def test_a_page_altered_at_the_peer_is_computed(pair: list[Node], half: int, offset: int) -> None:
+    source, node = pair
+    tokens, output = next(clear_prompts(5 * BLOCK + 7, 1, 55_000 + 100 * half + offset % 97))
+    await held_by(source, tokens)
+    await source.engine.free_l1()
+    right = await source.engine.block_digests(names(tokens), Tier.L2)
+    await alter_block(source, names(tokens)[2], half, offset)
+    wrong = await source.engine.block_digests(names(tokens), Tier.L2)
+    assert [name for name in right if right[name] != wrong[name]] == [names(tokens)[2]]
+    prefilled = await prefill_only(node, tokens, holders=(source.holder(0, 5),))
+    assert prefilled.cached == CachedTokens(peer=2 * BLOCK)
+    assert prefilled.first_token == output[0]
+    await node.until_holds(Tier.L2, names(tokens))
+    held = await node.engine.block_digests(names(tokens), Tier.L2)
+    assert all(held[name] == right[name] for name in names(tokens)[:2])
+    assert held[names(tokens)[2]] != wrong[names(tokens)[2]]
+    await source.engine.clear()
