@@ -147,6 +147,6 @@ class NodeRules(World):
             return
         mattered = self.pair.role_switch(node_id, old, new)
         rule_ = self.pair.model.config.decode_to_prefill
-        if mattered and rule_ is DecodeToPrefill.RESET:
-            self.really[node_id] = {tier: set() for tier in Tier}
+        if mattered and rule_ is DecodeToPrefill.RESET:  # the node empties itself, and says so
+            self._send(node_id, [Cleared(tier) for tier in Tier])
         self.saw(f"switch to prefill, {rule_}" if mattered else "switch without effect")

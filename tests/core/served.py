@@ -10,7 +10,7 @@ from core.pair import chain, run_ref
 
 from evolving.core.config import DirectoryConfig
 from evolving.core.directory import Directory
-from evolving.core.directory_types import Begin, BeginAnswer, Effect, Landed, Output, Removed, Stored
+from evolving.core.directory_types import Begin, BeginAnswer, Effect, Landed, NodeEvent, Output, Removed, Stored
 from evolving.core.terms import Phase, Role, Tier
 
 TENANT = "t"
@@ -26,7 +26,7 @@ class Cluster:
         for node_id in nodes:
             self.directory.node_up(self.now_s, node_id, "life-1")
 
-    def tell(self, node_id: str, *events: Stored | Removed) -> list[Effect]:
+    def tell(self, node_id: str, *events: NodeEvent) -> list[Effect]:
         """The node's next batch."""
         self.sequence[node_id] += 1
         return self.directory.node_events(self.now_s, node_id, "life-1", self.sequence[node_id], events)

@@ -10,6 +10,7 @@ from evolving.core.config import DecodeToPrefill, DirectoryConfig
 from evolving.core.directory_types import (
     BeginKind,
     BranchState,
+    Cleared,
     ClearMemory,
     CountUpdate,
     EndedBranch,
@@ -150,13 +151,22 @@ def test_a_node_turned_decode_keeps_counts_and_kv(cluster: Cluster) -> None:
 
 
 def test_a_node_turned_prefill_forgets_everything_under_the_papers_rule() -> None:
-    """§4.1: decode→prefill resets the count to 0 and empties the memory."""
+    """§4.1: decode→prefill resets the count to 0 and empties the memory: at once of what no request needs, of the rest
+    when those end. Until the node says that it let go of a block it has it."""
     cluster = Cluster("p1", "d1", config=DirectoryConfig(decode_to_prefill=DecodeToPrefill.RESET))
     cluster.serve("agent", "r1", "sys", output="out")
     effects = cluster.switch("d1", Role.DECODE, Role.PREFILL)
     assert [effect.node_id for effect in effects if isinstance(effect, ClearMemory)] == ["d1"]
     assert cluster.counts("d1", "sysout") == [0] * 6
     assert cluster.phase_counts("sysout") == [(1, 0)] * 3 + [(0, 0)] * 3
+    match = cluster.directory.match(0.0, b"".join(chain([], "sysout")))
+    assert match.nodes["d1"].either_blocks == 6
+    cluster.evict("d1", "sysout", 5)
+    cluster.land("agent", "r1", "d1", Phase.DECODE, 3)  # by a request that was running there
+    assert cluster.counts("d1", "sysout") == [1, 1, 1, 0, 0, 0]
+    cluster.tell("d1", *(Cleared(tier) for tier in Tier))
+    assert cluster.counts("d1", "sysout") == [0] * 6
+    assert cluster.counts("p1", "sysout") == [1] * 3 + [0] * 3
     assert cluster.directory.match(0.0, b"".join(chain([], "sysout"))).any_blocks == 3
 
 

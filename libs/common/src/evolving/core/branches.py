@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from evolving.core.directory_types import Loss
 from evolving.core.homes import HomeMap
 from evolving.core.runs import Run
 from evolving.core.terms import Phase
@@ -27,6 +28,7 @@ class Request:
     valid_blocks: int  # leading blocks of its context (prompt, output) that still are the branch's
     last_event_s: float
     done: bool = False
+    loss: Loss = Loss.NONE  # as its Begin was answered
 
 
 @dataclass(slots=True)
@@ -46,6 +48,8 @@ class Branch:
     context_request_id: str = ""  # the request that set the context
     unannounced_rewrites: int = 0
     merged_path_runs: int = 0  # runs on the path when it was last merged up
+    turn: int = 0  # the latest turn it took (`directory_turns`)
+    loss: Loss = Loss.NONE  # why homes of it went since its context was last set
 
 
 @dataclass(frozen=True, slots=True)

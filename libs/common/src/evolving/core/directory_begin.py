@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from evolving.core import directory_turns
 from evolving.core.branches import Branch, BranchKey, Request
 from evolving.core.directory_log import Began, Heard
 from evolving.core.directory_state import DirectoryState
-from evolving.core.directory_types import Begin, BeginAnswer, BeginKind, Effect, Match
+from evolving.core.directory_types import Begin, BeginAnswer, BeginKind, Effect, Loss, Match
 from evolving.core.errors import BranchEnded, InvalidArgument, NeedFull, RequestConflict, StaleVersion
 from evolving.core.prefix_index import check_names
 from evolving.core.runs import Run
@@ -41,15 +42,18 @@ def begin(state: DirectoryState, now_s: float, event: Begin) -> tuple[BeginAnswe
         _check_same(known, event, event.base_blocks + new_blocks)
     elif branch is not None and 0 < event.version < branch.version:
         raise StaleVersion(branch.version)
+    if branch is not None:
+        directory_turns.settle(state, branch)
     base = _base(state, branch, event)
     run, depth = state.index.deepest(base, event.base_blocks, event.new_names)
     rest = event.new_names[(depth - event.base_blocks) * NAME_BYTES :]
     position = _Position(run, depth, rest, event.base_blocks + new_blocks)
     if known is not None:
         assert branch is not None
-        return _replay(state, now_s, branch, known, position), []
+        return _replay(state, now_s, branch, known, position), directory_turns.flush(state, [])
     entry = None if state.log is None else Began(now_s, _written_out(state, branch, event, base))
-    answer, effects = _first_time(state, now_s, key, branch, event, position)
+    effects = directory_turns.flush(state, [])
+    answer = _first_time(state, now_s, key, branch, event, position, effects)
     if entry is not None:
         state.record(entry)
     return answer, effects
@@ -137,19 +141,25 @@ def _replay(state: DirectoryState, now_s: float, branch: Branch, known: Request,
     """The stored answer, with a match of this moment: where the blocks are may have changed since."""
     state.counters["replays"] += 1
     _hear(state, now_s, branch, known)
-    return BeginAnswer(known.version, BeginKind.REPLAY, known.prompt_blocks, _match_position(state, position))
+    match = _match_position(state, position)
+    return BeginAnswer(known.version, BeginKind.REPLAY, known.prompt_blocks, match, known.loss)
 
 
 def _first_time(
-    state: DirectoryState, now_s: float, key: BranchKey, branch: Branch | None, event: Begin, position: _Position
-) -> tuple[BeginAnswer, list[Effect]]:
+    state: DirectoryState,
+    now_s: float,
+    key: BranchKey,
+    branch: Branch | None,
+    event: Begin,
+    position: _Position,
+    effects: list[Effect],
+) -> BeginAnswer:
     """A request not seen before."""
     common = 0 if branch is None else _common_blocks(branch, position)
     kind = _kind(branch, event, common)
     tip = None
     if kind is not BeginKind.SIDE:
         tip = state.index.extend(position.run, position.depth, position.rest)
-    effects: list[Effect] = []
     version = event.version or (1 if branch is None else branch.version)
     if branch is None:
         branch = _new_branch(state, now_s, key, version, event)
@@ -175,11 +185,12 @@ def _first_time(
         branch.version = version
         state.counts.set_context(branch, tip, position.blocks, common, _REASONS[kind], effects)
         request.valid_blocks = branch.prompt_blocks = position.blocks
+        request.loss, branch.loss = branch.loss, Loss.NONE
         branch.context_request_id = event.request_id
         match = _match_branch(state, branch)
     branch.last_event_s = now_s
     state.table.start(branch, request)
-    return BeginAnswer(version, kind, position.blocks, match), effects
+    return BeginAnswer(version, kind, position.blocks, match, request.loss)
 
 
 def _kind(branch: Branch | None, event: Begin, common: int) -> BeginKind:
@@ -202,7 +213,9 @@ def _new_branch(state: DirectoryState, now_s: float, key: BranchKey, version: in
     parent_known = (event.tenant, event.parent_branch_id) in state.table.live
     if event.parent_branch_id and not parent_known:
         state.counters["unknown_parents"] += 1
-    return state.table.add(now_s, key, version, event.parent_branch_id)
+    branch = state.table.add(now_s, key, version, event.parent_branch_id)
+    branch.turn = state.turns.last
+    return branch
 
 
 def _common_blocks(branch: Branch, position: _Position) -> int:

@@ -88,36 +88,20 @@ class NodeLost(NamedTuple):
     node_id: str
 
 
-class Claim(NamedTuple):
-    """The node became the PREFILL home of blocks [first_block, end) of a branch's context."""
-
-    tenant: str
-    branch_id: str
-    first_block: int
-    end: int
-
-
-class RoleSwitched(NamedTuple):
-    """A node turned from decode to prefill: what it claimed; then its DECODE homes went, and with `all_homes` the
-    PREFILL ones too."""
+class Turned(NamedTuple):
+    """Of a switch of roles, what it did to one branch: the node became the PREFILL home of the `claims`, (first block,
+    end) each; then the branch's DECODE homes there went, and with `all_homes` the PREFILL ones too."""
 
     now_s: float
+    tenant: str
+    branch_id: str
     node_id: str
-    claims: tuple[Claim, ...]
+    claims: tuple[tuple[int, int], ...]
     all_homes: bool
 
 
 LogEntry = (
-    Began
-    | Heard
-    | KvLanded
-    | OutputMade
-    | RequestDone
-    | BranchesEnded
-    | TimePassed
-    | NodeCame
-    | NodeLost
-    | RoleSwitched
+    Began | Heard | KvLanded | OutputMade | RequestDone | BranchesEnded | TimePassed | NodeCame | NodeLost | Turned
 )
 
 Log = Callable[[LogEntry], None]

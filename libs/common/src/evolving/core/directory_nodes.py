@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from evolving.core import directory_turns
 from evolving.core.config import DecodeToPrefill
-from evolving.core.directory_log import Claim, NodeCame, NodeLost, RoleSwitched
-from evolving.core.directory_state import DirectoryState
+from evolving.core.directory_log import NodeCame, NodeLost
+from evolving.core.directory_state import DirectoryState, TurnKind
 from evolving.core.directory_types import (
     Cleared,
     ClearMemory,
@@ -18,9 +19,9 @@ from evolving.core.directory_types import (
     Stored,
 )
 from evolving.core.errors import BrokenChain, InvalidArgument, StaleIncarnation, UnknownNode
-from evolving.core.prefix_index import UnknownParent, check_run
+from evolving.core.prefix_index import NO_CHANGE, UnknownParent, check_run
 from evolving.core.refcounts import Node
-from evolving.core.terms import Phase, Role, Tier
+from evolving.core.terms import Role, Tier
 
 
 def node_up(state: DirectoryState, node_id: str, incarnation: str, next_sequence: int) -> list[Effect]:
@@ -61,9 +62,10 @@ def node_gone(state: DirectoryState, node_id: str) -> list[Effect]:
     node = state.counts.nodes.get(node_id)
     if node is None:
         return state.ignore("unknown_node", "the node is not up")
-    state.counts.remove_node(node, state.table.live.values())
+    state.counts.remove_node(node)
+    directory_turns.start(state, TurnKind.GONE, node, "node gone")
     state.record(NodeLost(state.now_s, node_id))
-    return []
+    return directory_turns.advance(state, state.config.sweep_runs_per_tick)
 
 
 def _node(state: DirectoryState, node_id: str, incarnation: str | None) -> Node:
@@ -116,7 +118,8 @@ def _apply(state: DirectoryState, node: Node, event: NodeEvent, effects: list[Ef
             state.counts.copies_gained(node, change.touched, "copy arrived", effects)
     else:
         if isinstance(event, Cleared):
-            change = state.index.clear_tier(node.bit, event.tier)
+            held = node.l1_blocks if event.tier is Tier.L1 else node.l2_blocks
+            change = state.index.clear_tier(node.bit, event.tier) if held else NO_CHANGE
         else:
             change = state.index.remove_copies(node.bit, event.tier, event.run)
         blocks = -change.blocks
@@ -167,23 +170,14 @@ def resync_end(state: DirectoryState, node_id: str, incarnation: str, sequence: 
 def role_switch(state: DirectoryState, node_id: str, old: Role, new: Role) -> list[Effect]:
     """See Directory.role_switch."""
     node = _node(state, node_id, None)
-    effects: list[Effect] = []
     if (old, new) != (Role.DECODE, Role.PREFILL):
-        return effects
+        return []
     reason = "switched from decode to prefill"
+    first: Effect
     if state.config.decode_to_prefill is DecodeToPrefill.KEEP:
-        claims: list[Claim] = []
-        for branch in state.table.live.values():
-            claimed = state.counts.claim(branch, Phase.PREFILL, node, reason, effects)
-            claims += (Claim(*branch.key, first, end) for first, end in claimed)
-            state.counts.leave_node(branch, Phase.DECODE, node, reason, effects)
-        effects.append(FreeL1(node_id, reason))
-        state.record(RoleSwitched(state.now_s, node_id, tuple(claims), all_homes=False))
-        return effects
-    for branch in state.table.live.values():
-        for phase in Phase:
-            state.counts.leave_node(branch, phase, node, reason, effects)
-    state.counts.drop_copies(node)
-    effects.append(ClearMemory(node_id, reason))
-    state.record(RoleSwitched(state.now_s, node_id, (), all_homes=True))
-    return effects
+        directory_turns.start(state, TurnKind.KEEP, node, reason)
+        first = FreeL1(node_id, reason)
+    else:
+        directory_turns.start(state, TurnKind.RESET, node, reason)
+        first = ClearMemory(node_id, reason)
+    return [first, *directory_turns.advance(state, state.config.sweep_runs_per_tick)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from evolving.core import directory_begin, directory_nodes, directory_requests
+from evolving.core import directory_begin, directory_nodes, directory_requests, directory_turns
 from evolving.core.directory_log import (
     Began,
     BranchesEnded,
@@ -15,20 +15,19 @@ from evolving.core.directory_log import (
     NodeLost,
     OutputMade,
     RequestDone,
-    RoleSwitched,
     TimePassed,
+    Turned,
 )
 from evolving.core.directory_state import DirectoryState
 from evolving.core.directory_types import Begin
 from evolving.core.errors import BrokenChain, NeedFull
-from evolving.core.terms import Phase
 
 
 def replay(state: DirectoryState, entry: LogEntry) -> None:
     """See Directory.replay."""
     now_s = state.advance(entry.now_s)
     try:
-        if isinstance(entry, NodeCame | NodeLost | RoleSwitched):
+        if isinstance(entry, NodeCame | NodeLost | Turned):
             _replay_node(state, entry)
         else:
             _replay_branch(state, now_s, entry)
@@ -59,15 +58,15 @@ def _replay_branch(
             directory_requests.apply_limits(state, entry)
 
 
-def _replay_node(state: DirectoryState, entry: NodeCame | NodeLost | RoleSwitched) -> None:
+def _replay_node(state: DirectoryState, entry: NodeCame | NodeLost | Turned) -> None:
     match entry:
         case NodeCame(_, node_id, incarnation):
             directory_nodes.node_up(state, node_id, incarnation, 0)
             state.counts.nodes[node_id].resync_asked = True  # what it holds it has yet to say
         case NodeLost(_, node_id):
             directory_nodes.node_gone(state, node_id)
-        case RoleSwitched():
-            _switch(state, entry)
+        case Turned():
+            directory_turns.take_logged(state, entry)
 
 
 def _begin(state: DirectoryState, now_s: float, event: Begin) -> None:
@@ -78,14 +77,3 @@ def _begin(state: DirectoryState, now_s: float, event: Begin) -> None:
     except (BrokenChain, NeedFull):
         state.counters["not_replayed"] += 1
         directory_begin.begin(state, now_s, replace(event, base_blocks=0, base_name=b"", new_names=b""))
-
-
-def _switch(state: DirectoryState, entry: RoleSwitched) -> None:
-    node = state.counts.nodes[entry.node_id]
-    reason = "switched from decode to prefill"
-    for tenant, branch_id, first, end in entry.claims:
-        branch = state.table.live[tenant, branch_id]
-        state.counts.move(branch, Phase.PREFILL, first, min(end, branch.blocks), node, reason, [])
-    for phase in Phase if entry.all_homes else (Phase.DECODE,):
-        for branch in state.table.live.values():
-            state.counts.leave_node(branch, phase, node, reason, [])

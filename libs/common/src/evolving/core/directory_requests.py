@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from evolving.core import directory_turns
 from evolving.core.branches import Branch, Request
 from evolving.core.directory_log import BranchesEnded, KvLanded, OutputMade, RequestDone, TimePassed
 from evolving.core.directory_state import DirectoryState
@@ -32,13 +33,14 @@ def landed(state: DirectoryState, now_s: float, event: Landed) -> list[Effect]:
     except _Refused as refused:
         return state.ignore(refused.kind, refused.reason)
     end = min(event.first_block + event.blocks, request.valid_blocks)
+    directory_turns.settle(state, branch)  # before what landed, in the log as here
     state.table.hear(now_s, branch, request)
     state.record(KvLanded(now_s, event))
     if event.blocks == 0:
         return []
     if event.first_block >= end:
         return state.ignore("not_in_context", "no block of the run is in the branch's context any more")
-    effects: list[Effect] = []
+    effects = directory_turns.flush(state, [])
     reason = f"landed: {event.phase.name.lower()}"
     state.counts.move(branch, event.phase, event.first_block, end, node, reason, effects)
     return effects
@@ -57,7 +59,8 @@ def output(state: DirectoryState, now_s: float, event: Output) -> list[Effect]:
         known = _known_output(state, branch, event, end)
     except _Refused as refused:
         return state.ignore(refused.kind, refused.reason)
-    effects: list[Effect] = []
+    directory_turns.settle(state, branch)
+    effects = directory_turns.flush(state, [])
     fresh = event.names[known * NAME_BYTES :]
     if fresh:
         run, depth = state.index.deepest(branch.tip, branch.blocks, fresh)
@@ -155,7 +158,10 @@ def tick(state: DirectoryState, now_s: float) -> list[Effect]:
         limits = TimePassed(now_s, config.request_ttl_s, config.idle_ttl_s, config.tombstone_s)
         effects = apply_limits(state, limits)
         state.record(limits)
-    state.index.sweep(config.sweep_runs_per_tick)
+    if state.turns.due:
+        effects += directory_turns.advance(state, config.sweep_runs_per_tick)
+    else:
+        state.index.sweep(config.sweep_runs_per_tick)
     return effects
 
 
@@ -175,7 +181,7 @@ def apply_limits(state: DirectoryState, limits: TimePassed) -> list[Effect]:
 
 def next_wakeup_s(state: DirectoryState) -> float | None:
     """See Directory.next_wakeup_s."""
-    return state.now_s if state.index.retired else _next_limit_s(state)
+    return state.now_s if state.index.retired or state.turns.due else _next_limit_s(state)
 
 
 def _next_limit_s(state: DirectoryState) -> float | None:

@@ -142,7 +142,7 @@ def _run_rows(branches: Iterable[Branch], indices: dict[int, int]) -> Iterator[t
 
 def _branch_row(branch: Branch, indices: dict[int, int], numbers: dict[int, int]) -> BranchRow:
     homes = {
-        phase: [(first, end, numbers[number]) for first, end, number in home_map]
+        phase: [(first, end, numbers[number]) for first, end, number in home_map if number in numbers]
         for phase, home_map in branch.homes.items()
     }
     return BranchRow(

@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import enum
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from evolving.core.branches import BranchTable
+from evolving.core.branches import Branch, BranchTable
 from evolving.core.config import DirectoryConfig
 from evolving.core.directory_log import Log, LogEntry
 from evolving.core.directory_types import Effect, Ignored
 from evolving.core.prefix_index import PrefixIndex
-from evolving.core.refcounts import RefCounts
+from evolving.core.refcounts import Node, RefCounts
+
+
+class TurnKind(enum.Enum):
+    """What becomes of the homes on a node (`directory_turns`)."""
+
+    GONE = enum.auto()  # they vanish with it
+    KEEP = enum.auto()  # DECODE ones go, after it was made PREFILL home of what it holds in L2 and has none
+    RESET = enum.auto()  # all go
+
+
+@dataclass(slots=True)
+class Turn:
+    """What all branches have to take."""
+
+    number: int
+    kind: TurnKind
+    node: Node
+    reason: str
+    left: list[Branch]  # who may have yet to take it
+
+
+@dataclass(slots=True)
+class Turns:
+    """Turns not yet taken by all branches, oldest first."""
+
+    last: int = 0  # number of the latest one; a branch notes the latest it took
+    open: deque[Turn] = field(default_factory=deque)
+    unsent: list[Effect] = field(default_factory=list)  # effects nobody was given yet
+
+    @property
+    def due(self) -> bool:
+        """Whether time alone goes on with them."""
+        return bool(self.open or self.unsent)
 
 
 @dataclass(slots=True)
@@ -21,6 +55,7 @@ class DirectoryState:
     index: PrefixIndex
     counts: RefCounts
     table: BranchTable
+    turns: Turns = field(default_factory=Turns)
     now_s: float = 0.0  # the latest time seen; never runs back
     counters: Counter[str] = field(default_factory=Counter)
     ignored: Counter[str] = field(default_factory=Counter)

@@ -127,6 +127,14 @@ class BeginKind(enum.StrEnum):
     REPLAY = "replay"  # the request is known: nothing changed, the stored version, a fresh match
 
 
+class Loss(enum.StrEnum):
+    """Why copies are gone that a branch counted."""
+
+    NONE = ""  # they aren't, or were evicted
+    SWITCH = "switch"  # their node turned from decode to prefill and was emptied
+    NODE = "node"  # their node is gone
+
+
 class NodeDepth(NamedTuple):
     """Leading blocks of a context that a node holds: in L1, in L2, and in either."""
 
@@ -172,6 +180,8 @@ class Match(NamedTuple):
                 if mask not in nodes:
                     nodes[mask] = self._nodes(mask)
             l1_nodes, l2_nodes = nodes[l1], nodes[l2]
+            if runs and runs[-1].l1_nodes == l1_nodes and runs[-1].l2_nodes == l2_nodes:
+                end += runs.pop().blocks
             if runs or l1_nodes or l2_nodes:
                 runs.append(HolderRun(first_block, end - first_block, l1_nodes, l2_nodes))
             end = first_block
@@ -188,6 +198,7 @@ class BeginAnswer(NamedTuple):
     kind: BeginKind
     prompt_blocks: int  # full blocks of the request's prompt
     match: Match
+    loss: Loss = Loss.NONE  # since the last request that set the branch's context
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +237,8 @@ class FreeL1:
 
 @dataclass(frozen=True, slots=True)
 class ClearMemory:
-    """The node became a prefill node under the paper's plain rule (§4.1): it empties both tiers."""
+    """The node became a prefill node under the paper's plain rule (§4.1): it empties both tiers, and tells what left
+    them as it always does."""
 
     node_id: str
     reason: str

@@ -95,6 +95,7 @@ def _live_view(state: DirectoryState, now_s: float, branch: Branch) -> BranchVie
         Home(phase, state.counts.by_number[number].node_id, first, end - first)
         for phase, home_map in branch.homes.items()
         for first, end, number in home_map
+        if state.counts.by_number[number].bit  # else it is gone
     ]
     children = state.table.lineage.children(branch.key)
     return BranchView(

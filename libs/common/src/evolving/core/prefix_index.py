@@ -6,11 +6,12 @@ bits mean nothing from then on, and `sweep` clears them from the runs in slices 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from evolving.core.directory_types import Match, NodeDepth, RunRef, Stretch
 from evolving.core.errors import BrokenChain, InvalidArgument
-from evolving.core.runs import Run, RunTree, common_blocks
+from evolving.core.runs import Run, RunTree, Visit, common_blocks
 from evolving.core.terms import ANCHOR_BLOCKS, NAME_BYTES, Tier
 
 _MASK_CACHE_MAX = 4096
@@ -31,7 +32,13 @@ class Change(NamedTuple):
     """What an event of a node changed: blocks of the tier added or removed, and stretches whose counts it touches."""
 
     blocks: int
-    touched: list[Touched]
+    touched: Sequence[Touched]
+
+
+NO_CHANGE = Change(0, ())
+
+Ends = dict[str, int]
+"""By node id: the depth where what it holds without a gap ends."""
 
 
 def check_names(names: bytes) -> int:
@@ -60,7 +67,7 @@ class PrefixIndex(RunTree):
         self._nodes_of: dict[int, tuple[str, ...]] = {}  # mask -> node ids, in slot order
         self.live = 0  # bits of all nodes
         self._sweeping = 0  # retired bits the sweep in progress clears
-        self._sweep_left: list[Run] = []
+        self._sweep: Visit | None = None
 
     # ----------------------------------------------------------------------------------------------------------- slots
 
@@ -88,21 +95,21 @@ class PrefixIndex(RunTree):
 
     def sweep(self, runs_max: int) -> None:
         """Clear retired bits from at most `runs_max` runs; delete runs nothing needs any more."""
-        if not self._sweeping:
+        if self._sweep is None:
             if not self.retired:
                 return
             self._sweeping = self.retired
-            self._sweep_left = self.indexed_runs()
+            self._sweep = self.visit()
         keep = ~self._sweeping
-        for _ in range(min(runs_max, len(self._sweep_left))):
-            run = self._sweep_left.pop()
+        for run in self._sweep.take(runs_max):
             if run.size and (run.l1 | run.l2) & self._sweeping:
                 run.l1 &= keep
                 run.l2 &= keep
                 self.prune(run)
-        if not self._sweep_left:
+        if self._sweep.over:
+            self._sweep.close()
+            self._sweep = None
             self.retired &= keep
-            self._sweeping = 0
 
     def nodes_of(self, mask: int) -> tuple[str, ...]:
         """Node ids of the live bits of a mask, in slot order."""
@@ -121,6 +128,14 @@ class PrefixIndex(RunTree):
 
         Raises UnknownParent, and has added nothing; BrokenChain, and may have added blocks before the offending one.
         """
+        names, skip = ref.names, ref.skip
+        run = self._by_name.get(names[:NAME_BYTES])
+        if run is not None and skip and run.start + run.size == ref.first_block + skip and run.children == 0:
+            at = skip * NAME_BYTES
+            if run.names.endswith(names[:at]):  # goes on where a leaf ends, as most that nodes tell
+                rest = names[at:]
+                self.grow(run, ref.first_block + skip, rest, *((bit, 0) if tier is Tier.L1 else (0, bit)))
+                return Change(len(rest) // NAME_BYTES, NO_CHANGE.touched)
         above, depth = self._locate(ref)
         try:
             return self._add_below(above, depth, bit, tier, ref)
@@ -154,6 +169,7 @@ class PrefixIndex(RunTree):
                 run = self._cut_out(run, depth, same)
                 if run.homes is not None and not (run.l1 | run.l2) & bit:
                     touched.append(Touched(run.names, run.homes))
+                    self.mark_changed(run)
                 run.l1 |= l1
                 run.l2 |= l2
                 added += same
@@ -236,19 +252,25 @@ class PrefixIndex(RunTree):
             run.l2 &= ~bit
         if run.homes is not None and not (run.l1 | run.l2) & bit:
             touched.append(Touched(run.names, run.homes))
+            self.mark_changed(run)
         self.prune(run)
         if run.size:
             self.merge(run)
 
-    def clear_tier(self, bit: int, tier: Tier) -> Change:
-        """A tier of a node is empty. Walks all runs."""
+    def clear(self, bit: int, tier: Tier, visit: Visit, runs_max: int) -> Change:
+        """A tier of a node is being emptied: takes its bit from at most `runs_max` runs of a visit."""
         removed = 0
         touched: list[Touched] = []
-        for run in list(self.runs()):
+        for run in visit.take(runs_max):
             if run.size and (run.l1 if tier is Tier.L1 else run.l2) & bit:
                 removed += run.size
                 self._clear(run, bit, tier, touched)
         return Change(removed, touched)
+
+    def clear_tier(self, bit: int, tier: Tier) -> Change:
+        """A tier of a node is empty. Walks all runs."""
+        with self.visit() as visit:
+            return self.clear(bit, tier, visit, len(self._by_name))
 
     # -------------------------------------------------------------------------------------------------------- matching
 
@@ -272,46 +294,58 @@ class PrefixIndex(RunTree):
         """Match a context of `blocks` blocks of which the first `end` lie on `path` (the last run perhaps in part)."""
         if not path:
             return Match(blocks=blocks)
-        live = self.live
-        l1, l2 = path[0].l1 & live, path[0].l2 & live  # nodes that hold everything so far
-        either = l1 | l2
-        l1_ends: dict[str, int] = {}
-        l2_ends: dict[str, int] = {}
-        either_ends: dict[str, int] = {}
-        pool_blocks = any_blocks = -1
-        stretches: list[Stretch] = []
-        run_l1 = run_l2 = -1
-        for run in path:
-            if run.l1 == run_l1 and run.l2 == run_l2:
-                continue
-            run_l1, run_l2, start = run.l1, run.l2, run.start
-            stretches.append((start, run_l1, run_l2))
-            if pool_blocks < 0 and not run_l2 & live:
-                pool_blocks = start
-            if any_blocks < 0 and not (run_l1 | run_l2) & live:
-                any_blocks = start
-            if l1 & run_l1 != l1:
-                self._end(l1_ends, l1 & ~run_l1, start)
-                l1 &= run_l1
-            if l2 & run_l2 != l2:
-                self._end(l2_ends, l2 & ~run_l2, start)
-                l2 &= run_l2
-            if either & (run_l1 | run_l2) != either:
-                self._end(either_ends, either & ~(run_l1 | run_l2), start)
-                either &= run_l1 | run_l2
-        for left, ends in ((l1, l1_ends), (l2, l2_ends), (either, either_ends)):
-            self._end(ends, left, end)
+        stretches = [(run.start, run.l1, run.l2) for run in path]
+        pool_blocks, any_blocks, l1_ends, l2_ends, either_ends = self._reach(stretches, end)
         return Match(
             blocks,
-            end if pool_blocks < 0 else pool_blocks,
-            end if any_blocks < 0 else any_blocks,
+            pool_blocks,
+            any_blocks,
             {node: NodeDepth(l1_ends.get(node, 0), l2_ends.get(node, 0), depth) for node, depth in either_ends.items()},
             tuple(stretches),
             end,
             self._slots_seen,
         )
 
-    def _end(self, ends: dict[str, int], mask: int, depth: int) -> None:
+    def _reach(self, stretches: list[Stretch], end: int) -> tuple[int, int, Ends, Ends, Ends]:
+        """How far into a context the pool reaches, anybody, and each node in L1, in L2 and in either."""
+        live = self.live
+        _, l1, l2 = stretches[0]
+        l1, l2 = l1 & live, l2 & live  # nodes that hold everything so far
+        either = l1 | l2
+        l1_ends: Ends = {}
+        l2_ends: Ends = {}
+        either_ends: Ends = {}
+        pool_blocks = -1  # until a run is met that no node holds in L2
+        any_blocks = end
+        alike = bool(l2)  # whether nothing can end in a run that all of l1 and l2 hold
+        for start, run_l1, run_l2 in stretches:
+            held = run_l1 | run_l2
+            if run_l2 & l2 == l2 and run_l1 & l1 == l1:
+                if alike:
+                    continue
+                if held & either == either and (pool_blocks >= 0 or run_l2 & live) and held & live:
+                    continue
+            if pool_blocks < 0 and not run_l2 & live:
+                pool_blocks = start
+            if lost := l1 & ~run_l1:
+                self._end(l1_ends, lost, start)
+                l1 &= run_l1
+            if lost := l2 & ~run_l2:
+                self._end(l2_ends, lost, start)
+                l2 &= run_l2
+            if lost := either & ~held:
+                self._end(either_ends, lost, start)
+                either &= held
+            if not held & live:
+                any_blocks = start
+                break
+            alike = either == l1 | l2 and bool(either) and bool(l2 or pool_blocks >= 0)
+        for left, ends in ((l1, l1_ends), (l2, l2_ends), (either, either_ends)):
+            if left:
+                self._end(ends, left, end)
+        return end if pool_blocks < 0 else pool_blocks, any_blocks, l1_ends, l2_ends, either_ends
+
+    def _end(self, ends: Ends, mask: int, depth: int) -> None:
         """What the nodes of a mask hold without a gap ends at `depth`."""
         for node in self.nodes_of(mask):
             ends[node] = depth

@@ -7,7 +7,7 @@ Whatever changes a count yields a `CountUpdate` with the new one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evolving.core.branches import Branch
@@ -24,7 +24,7 @@ _PREFILL, _DECODE = int(Phase.PREFILL), int(Phase.DECODE)
 @dataclass(slots=True)
 class Node:
     """A node that is up. `number` names it in homes for as long as it is up; `bit` marks its copies in the runs, and
-    a new one is given whenever it starts over with none."""
+    a new one is given whenever it starts over with none; 0: the node is gone."""
 
     node_id: str
     number: int
@@ -59,6 +59,7 @@ class RefCounts:
         self.nodes: dict[str, Node] = {}
         self.by_number: dict[int, Node] = {}
         self._last_number = HomeMap.NOBODY
+        self.visited_runs = 0  # by changes of homes so far
 
     # ----------------------------------------------------------------------------------------------------------- nodes
 
@@ -76,19 +77,19 @@ class RefCounts:
         node.bit = self._index.add_node(node.node_id)
         node.l1_blocks = node.l2_blocks = node.held_blocks = 0
 
-    def remove_node(self, node: Node, branches: Iterable[Branch]) -> None:
-        """A node goes, and its homes with it. Nothing is sent to it."""
+    def remove_node(self, node: Node) -> None:
+        """A node goes. Homes on it count nothing from now on; they have to be left before it is forgotten."""
         self._index.retire(node.bit)
         node.bit = 0
-        for branch in branches:
-            for phase in Phase:
-                self.leave_node(branch, phase, node, "node gone", [])
         del self.nodes[node.node_id]
+
+    def forget_node(self, node: Node) -> None:
+        """No branch has a home on a removed node any more."""
         del self.by_number[node.number]
 
     # ---------------------------------------------------------------------------------------------- copies come and go
 
-    def copies_gained(self, node: Node, touched: list[Touched], reason: str, effects: list[Effect]) -> None:
+    def copies_gained(self, node: Node, touched: Sequence[Touched], reason: str, effects: list[Effect]) -> None:
         """The node holds stretches it did not hold before: their homes there count from now on."""
         for names, homes in touched:
             count = count_at(homes, node.number)
@@ -96,7 +97,7 @@ class RefCounts:
                 node.held_blocks += len(names) // NAME_BYTES
                 effects.append(CountUpdate(node.node_id, names, count, reason))
 
-    def copies_lost(self, node: Node, touched: list[Touched], reason: str, effects: list[Effect]) -> None:
+    def copies_lost(self, node: Node, touched: Sequence[Touched], reason: str, effects: list[Effect]) -> None:
         """The node no longer holds stretches in any tier: their count there is 0."""
         for names, homes in touched:
             if count_at(homes, node.number):
@@ -136,11 +137,14 @@ class RefCounts:
         homes.assign(first, end, number)
         return changes[0][0]
 
-    def leave_node(self, branch: Branch, phase: Phase, node: Node, reason: str, effects: list[Effect]) -> None:
-        """The branch counts nothing on a node in a phase."""
+    def leave_node(self, branch: Branch, phase: Phase, node: Node, reason: str, effects: list[Effect]) -> bool:
+        """The branch counts nothing on a node in a phase. Returns whether it had a home there."""
+        if not branch.homes[phase].has(node.number):
+            return False
         for first, end, number in list(branch.homes[phase]):
             if number == node.number:
                 self.move(branch, phase, first, end, None, reason, effects)
+        return True
 
     def claim(
         self, branch: Branch, phase: Phase, node: Node, reason: str, effects: list[Effect]
@@ -169,6 +173,7 @@ class RefCounts:
             runs.append(run)
         if run.start < first:
             self._index.split(run, first - run.start)
+        self.visited_runs += len(runs)
         return runs
 
     @staticmethod
@@ -183,8 +188,11 @@ class RefCounts:
     def _join(self, runs: list[Run], node: Node, phase: Phase, reason: str, effects: list[Effect]) -> None:
         """One more branch has its home of these runs there."""
         key = home_key(node.number, phase)
+        watched = self._index.visits
         for run in runs:
             homes = run.homes
+            if watched:
+                self._index.mark_changed(run)
             if homes is None:
                 homes = run.homes = {key: 1}
             else:
@@ -198,9 +206,12 @@ class RefCounts:
     def _leave(self, runs: list[Run], node: Node, phase: Phase, reason: str, effects: list[Effect]) -> None:
         """One branch less has its home of these runs there."""
         key = home_key(node.number, phase)
+        watched = self._index.visits
         for run in runs:
             homes = run.homes
             assert homes is not None
+            if watched:
+                self._index.mark_changed(run)
             if homes[key] > 1:
                 homes[key] -= 1
             elif len(homes) > 1:

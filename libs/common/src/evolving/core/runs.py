@@ -16,6 +16,7 @@ What holds between calls:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import TracebackType
 
 from evolving.core.errors import BrokenChain
 from evolving.core.terms import ANCHOR_BLOCKS, NAME_BYTES
@@ -47,12 +48,57 @@ class Run:
         return f"Run({self.start}+{self.size}, l1={self.l1:b}, l2={self.l2:b}, homes={self.homes}, tips={self.tips})"
 
 
+class Visit:
+    """All runs, part by part, while the tree changes in between: each block there at the start that is still there is
+    in a run of some part, as the run is by then. A run may come more than once, and new ones may come too.
+
+    A context manager: it is open from `RunTree.visit` on and has to be closed.
+    """
+
+    __slots__ = ("_left", "_tree", "changed")
+
+    def __init__(self, tree: RunTree, runs: list[Run]) -> None:
+        self._tree = tree
+        self._left = runs
+        # Runs whose copies or homes changed since the visit began. They are kept: no other takes their identity.
+        self.changed: set[Run] = set()
+
+    def take(self, most: int) -> list[Run]:
+        """At most `most` runs of those left."""
+        part = self._left[-most:]
+        del self._left[-most:]
+        return [run for run in dict.fromkeys(part) if run.size]
+
+    @property
+    def over(self) -> bool:
+        """Whether no run is left."""
+        return not self._left
+
+    def again(self, run: Run) -> None:
+        """A run came about by a cut or a merge: what is in it may not have been visited."""
+        self._left.append(run)
+        self.changed.add(run)
+
+    def close(self) -> None:
+        """The rest is of no interest."""
+        self._left = []
+        self._tree.visits.remove(self)
+
+    def __enter__(self) -> Visit:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
 class RunTree:
     """The runs and their index, and the four moves everything else is made of: grow, split, merge, prune."""
 
     def __init__(self, run_blocks_max: int = 256) -> None:
         self._by_name: dict[bytes, Run] = {}
         self._run_blocks_max = run_blocks_max
+        self._longest_bytes = run_blocks_max * NAME_BYTES
+        self.visits: list[Visit] = []  # those open
         self.retired = 0  # bits of nodes whose copies are gone and wait to be swept from the runs
         self.block_count = 0
         self.run_count = 0
@@ -63,9 +109,16 @@ class RunTree:
             if run.names.startswith(name):
                 yield run
 
-    def indexed_runs(self) -> list[Run]:
-        """A copy of the index's values: every run, long ones several times. Takes milliseconds at a million blocks."""
-        return list(self._by_name.values())
+    def visit(self) -> Visit:
+        """Begin to visit all runs. Takes about 10 ms at 20 million blocks: it copies the index's values."""
+        visit = Visit(self, list(self._by_name.values()))
+        self.visits.append(visit)
+        return visit
+
+    def mark_changed(self, run: Run) -> None:
+        """Tell the visits that a run's copies or homes change."""
+        for visit in self.visits:
+            visit.changed.add(run)
 
     def indexed(self, name: bytes) -> Run | None:
         """The run of an indexed name."""
@@ -80,9 +133,9 @@ class RunTree:
         BrokenChain, and changes nothing, when a name to be indexed is indexed already: then they aren't new chained
         digests. Other names are taken on trust, until a split would index them.
         """
-        limit = self._run_blocks_max * NAME_BYTES
+        limit = self._longest_bytes
         at = 0
-        if parent is not None and parent.is_bare_leaf() and parent.l1 == l1 and parent.l2 == l2:
+        if parent is not None and parent.l1 == l1 and parent.l2 == l2 and parent.is_bare_leaf():
             at = min(limit - len(parent.names), len(names))
         self._check_new(start, names, at, limit)
         self.block_count += len(names) // NAME_BYTES
@@ -106,11 +159,17 @@ class RunTree:
     def _check_new(self, start: int, names: bytes, at: int, limit: int) -> None:
         """Raise BrokenChain unless all names that get indexed are new: anchors, and every `limit` bytes from `at` on
         the first of a run."""
-        anchors = range(-start % ANCHOR_BLOCKS * NAME_BYTES, len(names), ANCHOR_BYTES)
-        firsts = range(at, len(names), limit)
-        places = {*anchors, *firsts} if firsts else anchors
-        fresh = {names[place : place + NAME_BYTES] for place in places}
-        if len(fresh) != len(places) or not self._by_name.keys().isdisjoint(fresh):
+        by_name = self._by_name
+        first_anchor = -start % ANCHOR_BLOCKS * NAME_BYTES
+        if len(names) <= ANCHOR_BYTES and len(names) - at <= limit:  # one of each at most: a turn, or a node's batch
+            anchor = names[first_anchor : first_anchor + NAME_BYTES]
+            first = anchor if at == first_anchor else names[at : at + NAME_BYTES]
+            known = anchor in by_name or first in by_name or (at != first_anchor and anchor == first != b"")
+        else:
+            places = {*range(first_anchor, len(names), ANCHOR_BYTES), *range(at, len(names), limit)}
+            fresh = {names[place : place + NAME_BYTES] for place in places}
+            known = len(fresh) != len(places) or not by_name.keys().isdisjoint(fresh)
+        if known:
             raise BrokenChain(f"a block from depth {start} on is known under another parent")
 
     def extend(self, run: Run | None, depth: int, names: bytes) -> Run | None:
@@ -146,6 +205,9 @@ class RunTree:
         self._index(prefix, prefix)
         self._by_name[suffix_name] = run
         self.run_count += 1
+        for visit in self.visits:
+            visit.changed.add(run)
+            visit.again(prefix)
         return prefix
 
     def merge(self, run: Run) -> None:
@@ -171,6 +233,8 @@ class RunTree:
             parent.size = 0
             parent.parent = None
             parent = run.parent
+            for visit in self.visits:
+                visit.again(run)
 
     def merge_up(self, tip: Run | None, down_to: int = 0) -> None:
         """Merge what agrees on a path, from the run `tip` up to the run that holds depth `down_to`."""

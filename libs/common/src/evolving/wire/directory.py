@@ -30,6 +30,11 @@ _BRANCH_STATES: Mapping[core.BranchState, common_pb2.BranchState.ValueType] = {
     core.BranchState.ENDED: common_pb2.BRANCH_STATE_ENDED,
     core.BranchState.EXPIRED: common_pb2.BRANCH_STATE_EXPIRED,
 }
+_LOSSES: Mapping[core.Loss, common_pb2.LossCause.ValueType] = {
+    core.Loss.NONE: common_pb2.LOSS_CAUSE_UNSPECIFIED,
+    core.Loss.SWITCH: common_pb2.LOSS_CAUSE_SWITCH,
+    core.Loss.NODE: common_pb2.LOSS_CAUSE_NODE,
+}
 
 
 # ------------------------------------------------------------------------------------------------------ events, inwards
@@ -127,6 +132,7 @@ def begin_to_proto(answer: core.BeginAnswer, connected: Collection[str]) -> inte
         version=answer.version,
         kind=_BEGIN_KINDS[answer.kind],
         match=match_to_proto(answer.match, connected),
+        loss=_LOSSES[answer.loss],
     )
 
 
