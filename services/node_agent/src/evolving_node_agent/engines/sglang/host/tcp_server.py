@@ -30,6 +30,7 @@ from .tcp_wire import (
 )
 
 logger = logging.getLogger(__name__)
+_IGNORED_BYTES = 4096
 
 
 class Regions:
@@ -183,4 +184,9 @@ class ServerConnection(Connection):
         self._unsent.clear()
         self._unsent_bytes = 0
         self.transport.write(frame(REFUSED, reason.encode()))
-        self.transport.close()
+        self.transport.write_eof()
+        self._ignore()
+
+    def _ignore(self) -> None:
+        """Until the client ends the connection: ending it with bytes unread would take the reason back."""
+        self.expect(memoryview(bytearray(_IGNORED_BYTES)), self._ignore)

@@ -42,14 +42,16 @@ class TcpTransport:
         self.connections: set[ServerConnection] = set()
         self._links: dict[Session, ClientConnection] = {}
         self._opening: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
         self._loop = uvloop.new_event_loop()
-        listening = self._loop.create_server(lambda: ServerConnection(self._loop, self), bind_host, port)
-        self._server = cast("asyncio.Server", self._loop.run_until_complete(listening))
-        bound = self._server.sockets[0].getsockname()[1]
-        self.session = f"{join_address(advertise_host, bound)}#{self.incarnation.hex()}"
-        self._loop.call_soon(self._check_deadlines)
         self._thread = threading.Thread(target=self._loop.run_forever, name="tcp transport", daemon=True)
         self._thread.start()
+        try:
+            bound = asyncio.run_coroutine_threadsafe(self._listen(bind_host, port), self._loop).result()
+        except OSError:
+            self.close()
+            raise
+        self.session = f"{join_address(advertise_host, bound)}#{self.incarnation.hex()}"
 
     def register(self, address: int, size: int) -> None:
         """As the port says."""
@@ -64,6 +66,13 @@ class TcpTransport:
         self._loop.call_soon_threadsafe(lambda: self._loop.create_task(self._end()))
         self._thread.join()
         self._loop.close()
+
+    async def _listen(self, host: str, port: int) -> int:
+        """The port bound."""
+        server = await self._loop.create_server(lambda: ServerConnection(self._loop, self), host, port)
+        self._server = cast("asyncio.Server", server)
+        self._check_deadlines()
+        return int(self._server.sockets[0].getsockname()[1])
 
     def _begin(self, session: str, read: Read) -> None:
         if not read.left_bytes:
@@ -108,7 +117,8 @@ class TcpTransport:
         self._loop.call_later(shortest_s / _CHECKS_A_DEADLINE, self._check_deadlines)
 
     async def _end(self) -> None:
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
         while self.connections or self._links or self._opening:
             for connection in (*self.connections, *self._links.values()):
                 connection.abort()
