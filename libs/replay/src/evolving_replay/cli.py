@@ -90,7 +90,7 @@ def _replay(
     except Failure as failure:
         typer.echo(f"evolving-replay: {' '.join(str(failure).split())}", err=True)
         raise typer.Exit(code=int(failure.code)) from failure
-    print_report(Console(highlight=False, soft_wrap=True), report)
+    print_report(report)
     if not report.complete:
         typer.echo("evolving-replay: interrupted: the report is of what was played until then", err=True)
         raise typer.Exit(code=_INTERRUPTED)
@@ -190,7 +190,7 @@ def _write(path: Path, report: Report) -> None:
     try:
         write_report(path, report)
     except OSError as error:
-        print_report(Console(highlight=False, soft_wrap=True), report)
+        print_report(report)
         raise usage(f"--output: {path} can't be written: {error.strerror or error}") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 from rich import box
@@ -13,6 +14,8 @@ from rich.table import Table
 
 from evolving_replay.report import CAUSES, SOURCES, Latency, NodeLoad, Report
 from evolving_replay.tally import Progress
+
+_PIPE_WIDTH = 240  # columns; a pipe has none of its own
 
 
 def progress_bar(console: Console) -> Bar:
@@ -43,8 +46,9 @@ def show(bar: Bar, progress: Progress) -> None:
     )
 
 
-def print_report(console: Console, report: Report) -> None:
-    """The table."""
+def print_report(report: Report) -> None:
+    """A table on standard output."""
+    console = Console(highlight=False) if sys.stdout.isatty() else Console(highlight=False, width=_PIPE_WIDTH)
     table = Table(box=box.SIMPLE_HEAD, show_header=False, show_edge=False, pad_edge=False)
     for name, value in _rows(report):
         table.add_row(name, value)

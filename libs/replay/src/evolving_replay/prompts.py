@@ -67,7 +67,7 @@ class SessionPrompts:
         """
         ids: list[int] = request.block_ids.tolist()
         known = self._blocks.known
-        old = next((index for index, block_id in enumerate(ids) if block_id not in known), len(ids))
+        old = [*map(known.__contains__, ids), False].index(False)  # blocks before the first new one
         made = self._made(
             [*ids[old:], _FIRST_TAIL + number], _last(ids[:old]), request.input_tokens - old * self._blocks.block_tokens
         )
