@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from evolving_node_agent.engines.sglang.config import SglangConfig
-from evolving_node_agent.engines.sglang.framing import LENGTH
+from evolving_node_agent.engines.sglang.framing import receive_frame
 
 from .inbox import Inbox
 
@@ -38,7 +38,11 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     config = msgspec.convert(options.config, SglangConfig)
-    secret = _receive_secret(channel)
+    # What nodes of the cluster know each other by comes this way, for a command line can be read by anyone.
+    secret = receive_frame(channel)
+    if secret is None:
+        _exit(0)  # the node agent is gone
+        return 0
     _watch_parent_while_building(channel)
     inbox = Inbox()
     from .launch import build_scheduler
@@ -52,15 +56,6 @@ def main() -> int:
         _exit(1)
     _exit(0)
     return 0
-
-
-def _receive_secret(channel: socket.socket) -> bytes:
-    """The channel's first frame: what nodes of the cluster know each other by. It stands on no command line."""
-    with channel.makefile("rb", buffering=0) as file:
-        length = file.read(LENGTH.size) or b""
-        if len(length) < LENGTH.size:
-            _exit(0)  # the node agent is gone
-        return file.read(LENGTH.unpack(length)[0]) or b""
 
 
 def _start_service(scheduler: Any, config: SglangConfig, inbox: Inbox, channel: socket.socket, secret: bytes) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from evolving_node_agent.engines.port import FinishReason
-from evolving_node_agent.engines.sglang.framing import read_frame, write_frame
+from evolving_node_agent.engines.sglang.framing import BadFrame, read_frame, write_frame
 
 from .authentication import Unauthenticated, admit, enter
 from .pages import Layout
@@ -176,7 +176,7 @@ class Peer:
         write_frame(self._writer, _encode(_Asked(number, body)))
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, BadFrame, msgspec.DecodeError):
             while (frame := await asyncio.wait_for(read_frame(reader), _SILENCE_S)) is not None:
                 answered = _answered.decode(frame)
                 waiting = self._waiting.get(answered.number)
@@ -218,15 +218,21 @@ class Peers:
         try:
             async with asyncio.timeout(_CONNECT_S):
                 reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-                try:
-                    await enter(reader, writer, self._secret, _PURPOSE)
-                except BaseException:
-                    writer.close()
-                    raise
-                peer = Peer(reader, writer)
-                peer.welcome = await peer.ask(Hello(self._kv_format), Welcome)
+                return await self._greet(address, reader, writer)
         except (OSError, TimeoutError, ValueError, Unauthenticated) as error:
             raise PeerLost(f"no peer at {address}: {error!r}") from error
+
+    async def _greet(self, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Peer:
+        peer: Peer | None = None
+        try:
+            await enter(reader, writer, self._secret, _PURPOSE)
+            peer = Peer(reader, writer)
+            peer.welcome = await peer.ask(Hello(self._kv_format), Welcome)
+        except BaseException:
+            writer.close()
+            if peer is not None:
+                await peer.close()
+            raise
         if peer.welcome.kv_format != self._kv_format:
             await peer.close()
             raise PeerLost(f"the peer at {address} has KV of format {peer.welcome.kv_format}")
@@ -282,7 +288,7 @@ async def serve_guest(
             task = asyncio.create_task(answer(asked))
             running.add(task)
             task.add_done_callback(running.discard)
-    except (TimeoutError, msgspec.DecodeError, ConnectionError) as error:
+    except (TimeoutError, BadFrame, msgspec.DecodeError, ConnectionError) as error:
         logger.warning("a peer's connection ended: %r", error)
     finally:
         guest.left.set()
