@@ -55,6 +55,14 @@ def test_a_session_begins_when_one_before_it_has_ended() -> None:
     assert begins(played, 2) == {(0, 0, 0): 0, (1, 0, 0): 0, (2, 0, 0): 4, (3, 0, 0): 7}
 
 
+def test_the_first_sessions_begin_spread_out() -> None:
+    played = [session(main(asked(0, 10))) for _ in range(4)]
+    stagger_s = {
+        moment.session: moment.at_s for moment in interleave(played, 3, 6.0) if moment.kind is Kind.REQUEST_BEGINS
+    }
+    assert stagger_s == {0: 0, 1: 2, 2: 4, 3: 10}
+
+
 def test_open_loop_sessions_keep_their_times() -> None:
     played = [session(main(asked(0, 9, at_s=at_s)), open_loop=True) for at_s in (3, 1, 1)]
     assert begins(played, 1) == {(0, 0, 0): 3, (1, 0, 0): 1, (2, 0, 0): 1}

@@ -29,16 +29,17 @@ class Moment:
     request: int = 0
 
 
-def interleave(sessions: Sequence[TraceSession], concurrency: int) -> list[Moment]:
+def interleave(sessions: Sequence[TraceSession], concurrency: int, stagger_s: float = 0.0) -> list[Moment]:
     """All moments of the sessions, in order.
 
-    `concurrency` sessions run at a time; the next one in order begins when one ends. Open-loop sessions keep their own
-    times and take nobody's place.
+    `concurrency` sessions run at a time; the next one in order begins when one ends. The first of them begin spread
+    over `stagger_s`. Open-loop sessions keep their own times and take nobody's place.
     """
     if concurrency < 1:
         raise ValueError(f"concurrency must be at least 1, got {concurrency}")
     moments: list[Moment] = []
-    free_at_s = [0.0] * concurrency
+    places = min(concurrency, len(sessions))
+    free_at_s = [stagger_s * place / places for place in range(places)]
     for index, session in enumerate(sessions):
         begin_s = 0.0 if session.open_loop else heapq.heappop(free_at_s)
         own = list(_moments(session, index, begin_s))

@@ -42,8 +42,10 @@ class Workload:
     peak_counted_blocks: int
 
 
-def make_workload(sessions: Sequence[TraceSession], concurrency: int, outputs_return: bool = True) -> Workload:
-    """Interleave sessions, so many at a time, and number their blocks.
+def make_workload(
+    sessions: Sequence[TraceSession], concurrency: int, stagger_s: float = 0.0, outputs_return: bool = True
+) -> Workload:
+    """Interleave sessions, so many at a time (`interleave`), and number their blocks.
 
     A branch counts its last prompt and what the answer added. `outputs_return` says whether a prompt that extends the
     last one contains its answer; otherwise an answer's blocks are never asked for again, and not stored here.
@@ -57,7 +59,7 @@ def make_workload(sessions: Sequence[TraceSession], concurrency: int, outputs_re
     paths = [tree.paths(session) for session in sessions]
     steps: list[Step] = []
     contexts: dict[tuple[int, int], Nodes] = {}
-    for moment in interleave(sessions, concurrency):
+    for moment in interleave(sessions, concurrency, stagger_s):
         if moment.kind is Kind.SESSION_ENDS:
             for agent in range(len(sessions[moment.session].agents)):
                 ended = contexts.pop((moment.session, agent))
