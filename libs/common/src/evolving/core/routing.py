@@ -190,8 +190,10 @@ def score_prefill(context: Context, node: PrefillNode, config: RoutingConfig) ->
         )
 
     most_blocks = node.fetchable_blocks if config.fetch_from_peers else 0
-    hidden_blocks = _tokens_within(wait_s, node, config) // context.block_tokens
-    choices = {0, min(hidden_blocks, most_blocks), min(hidden_blocks + 1, most_blocks), most_blocks}
+    choices = {0, most_blocks}
+    if hidden_tokens := _tokens_within(wait_s, node, config):
+        hidden_blocks = hidden_tokens // context.block_tokens
+        choices |= {min(hidden_blocks, most_blocks), min(hidden_blocks + 1, most_blocks)}
     scores = [scored(blocks) for blocks in sorted(choices)]
     free_fetch_total_s = wait_s + scores[-1].service_s + duplicates_cost_s
     return replace(min(scores, key=lambda score: score.total_s), free_fetch_total_s=free_fetch_total_s)
