@@ -18,7 +18,12 @@ from engine.sglang.driving import Node
 from evolving_node_agent.engines.mock import MockConfig, MockEngine
 from evolving_node_agent.engines.port import Engine
 
-ENGINES = ["mock", pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.slow])]
+_SGLANG = [pytest.mark.sglang, pytest.mark.slow]
+ENGINES = ["mock", pytest.param("sglang", marks=_SGLANG)]
+# For tests in which KV moves: SGLang over each transport. "sglang" is Mooncake's TCP.
+over_each_transport = pytest.mark.parametrize(
+    "kind", [*ENGINES, pytest.param("sglang-tcp", marks=_SGLANG)], indirect=True
+)
 L1_TOKENS = 4096
 Starter = Callable[..., AbstractAsyncContextManager[list[Node]]]
 
@@ -32,7 +37,7 @@ def make(kind: str, directory: Path, name: str, **overrides: Any) -> Engine:
         return MockEngine(MockConfig(name, vocab_size=512, speed_up=4.0, **(longest | sizes)))
     from engine.sglang.factory import make_engine
 
-    return make_engine(directory, name, **sizes)
+    return make_engine(directory, name, transport="tcp" if kind == "sglang-tcp" else "mooncake-tcp", **sizes)
 
 
 @contextlib.asynccontextmanager

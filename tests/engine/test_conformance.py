@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from engine.conftest import over_each_transport
 from engine.sglang.driving import ROOT, Node, greedy, jobs, prefill_only, prompt, serve
 
 from evolving.core.blocks import chain_names, split_names
@@ -28,6 +29,7 @@ def names_of(tokens: list[int], root: bytes = ROOT) -> list[bytes]:
     return split_names(chain_names(root, data, BLOCK))
 
 
+@over_each_transport
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 500])
 async def test_every_way_gives_the_same_tokens(nodes: list[Node], length: int) -> None:
     a, b = nodes
@@ -47,6 +49,7 @@ async def test_both_legs_on_one_node_move_nothing(nodes: list[Node]) -> None:
     assert served.started.first_token == served.ids[0]
 
 
+@over_each_transport
 async def test_a_moved_prompt_moves_bytes_once(nodes: list[Node]) -> None:
     a, b = nodes
     tokens = prompt(210, 4 * BLOCK)
@@ -60,6 +63,7 @@ async def test_a_moved_prompt_moves_bytes_once(nodes: list[Node]) -> None:
     assert again.ids == first.ids
 
 
+@over_each_transport
 async def test_many_at_once_in_all_directions_equal_one_at_a_time(nodes: list[Node]) -> None:
     a, b = nodes
     ways = [(a, b), (b, a), (a, a), (b, b)]
@@ -69,6 +73,7 @@ async def test_many_at_once_in_all_directions_equal_one_at_a_time(nodes: list[No
         assert (await serve(*ways[(index + 1) % 4], tokens, 24)).ids == served.ids
 
 
+@over_each_transport
 async def test_reuse_by_source(nodes: list[Node]) -> None:
     a, b = nodes
     tokens = prompt(400, 5 * BLOCK)
@@ -87,6 +92,7 @@ async def test_reuse_by_source(nodes: list[Node]) -> None:
     assert len(first_tokens) == 1
 
 
+@over_each_transport
 async def test_a_fetch_brings_only_what_is_missing(nodes: list[Node]) -> None:
     a, b = nodes
     tokens = prompt(410, 6 * BLOCK + 5)
@@ -98,6 +104,7 @@ async def test_a_fetch_brings_only_what_is_missing(nodes: list[Node]) -> None:
     assert cached.peer == 3 * BLOCK
 
 
+@over_each_transport
 async def test_holders_that_are_gone_cost_only_their_blocks(nodes: list[Node]) -> None:
     """An unreachable peer, a former life of one, a block nobody has: all are misses, and misses are computed."""
     a, b = nodes
@@ -116,6 +123,7 @@ async def test_holders_that_are_gone_cost_only_their_blocks(nodes: list[Node]) -
     assert (await prefill_only(b, never, holders=(here,))).cached == CachedTokens()
 
 
+@over_each_transport
 async def test_the_next_turn_reuses_prompt_and_output(nodes: list[Node]) -> None:
     a, b = nodes
     tokens = prompt(430, 200)
@@ -205,6 +213,7 @@ async def test_what_events_say_is_what_digests_show(nodes: list[Node]) -> None:
     assert await a.engine.block_digests([bytes(16)], Tier.L1) == {}
 
 
+@over_each_transport
 async def test_copies_are_equal_bytes(nodes: list[Node]) -> None:
     """Computed, transferred, fetched from a peer, written through: one digest a block."""
     a, b = nodes

@@ -40,10 +40,19 @@ def no_compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+over_each_transport = pytest.mark.parametrize("transport", ["mooncake-tcp", "tcp"], indirect=True)
+
+
+@pytest.fixture(scope="session", params=["mooncake-tcp"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """How KV travels between the pair's nodes: the default, but in tests `over_each_transport`."""
+    return str(request.param)
+
+
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Node]]:
+async def pair(transport: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Node]]:
     """Two nodes with room for everything a test does."""
-    async with running(tmp_path_factory.mktemp("pair"), "a", "b", chunk_tokens=128) as nodes:
+    async with running(tmp_path_factory.mktemp("pair"), "a", "b", chunk_tokens=128, transport=transport) as nodes:
         yield nodes
 
 

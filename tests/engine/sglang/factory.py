@@ -10,6 +10,8 @@ from engine.models import tiny_model
 from evolving_node_agent.engines.port import Engine
 from evolving_node_agent.engines.sglang import SglangConfig, SglangEngine
 
+SECRET = b"the token of the tests' cluster"
+
 
 def make_engine(tmp_path: Path, name: str, **overrides: Any) -> Engine:
     """An engine that was not started; `overrides` are fields of `SglangConfig`."""
@@ -21,4 +23,4 @@ def make_engine(tmp_path: Path, name: str, **overrides: Any) -> Engine:
         "chunk_tokens": 256,
         "log_path": str(tmp_path / f"{name}.log"),
     }
-    return SglangEngine(SglangConfig(**(fields | overrides)))
+    return SglangEngine(SglangConfig(**(fields | overrides)), SECRET)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -22,7 +23,7 @@ from evolving_node_agent.engines.port import (
     Tier,
 )
 
-from .conftest import running
+from .conftest import over_each_transport, running
 from .driving import Node, collect, greedy, jobs, names, prefill_only, prompt, serve
 from .factory import make_engine
 from .reference import clear_prompts
@@ -32,10 +33,13 @@ LOST = (EngineDown, SourceLost, DecodeLost)
 
 
 def free_port() -> int:
-    """A port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port nobody listens on, nor on the next one."""
+    while True:
+        with socket.socket() as probe, socket.socket() as next_probe, contextlib.suppress(OSError, OverflowError):
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+            next_probe.bind(("127.0.0.1", port + 1))
+            return port
 
 
 def group_is_empty(pid: int) -> bool:
@@ -48,12 +52,16 @@ def group_is_empty(pid: int) -> bool:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def fragile(pair: list[Node], tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Node]]:
+async def fragile(
+    pair: list[Node], transport: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[list[Node]]:
     """A node that lives, and one on a fixed port that is killed."""
-    async with running(tmp_path_factory.mktemp("fragile"), "e", chunk_tokens=128, port=free_port()) as nodes:
+    fields = {"chunk_tokens": 128, "port": free_port(), "transport": transport}
+    async with running(tmp_path_factory.mktemp("fragile"), "e", **fields) as nodes:
         yield [pair[0], *nodes]
 
 
+@over_each_transport
 async def test_a_node_killed_under_load_and_restarted_on_its_port(fragile: list[Node]) -> None:
     alive, mortal = fragile
     crowd = [
@@ -95,6 +103,7 @@ async def test_a_node_killed_under_load_and_restarted_on_its_port(fragile: list[
     listening.cancel()
 
 
+@over_each_transport
 async def test_a_holder_that_hangs_costs_its_deadline_only(fragile: list[Node]) -> None:
     alive, mortal = fragile
     tokens, output = next(clear_prompts(260, 1, 44_000))

@@ -9,12 +9,14 @@ import pytest
 
 from evolving_node_agent.engines.port import CachedTokens, FinishReason, Prefilled, Sampling
 
+from .conftest import over_each_transport
 from .driving import Node, collect, greedy, jobs, prefill_only, serve
 from .reference import clear_prompts, reference
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.sglang, pytest.mark.timeout(300)]
 
 
+@over_each_transport
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 500])
 async def test_a_prompt_of_any_length_moves_between_nodes(pair: list[Node], length: int) -> None:
     tokens, wanted = next(clear_prompts(length, 24, 1000 + length))
@@ -33,6 +35,7 @@ async def test_both_legs_on_one_node_move_nothing(pair: list[Node]) -> None:
     assert served.started.first_token == wanted[0]
 
 
+@over_each_transport
 async def test_many_at_once_in_both_directions(pair: list[Node]) -> None:
     wanted = list(islice(clear_prompts(150, 30, 3000), 12))
     a, b = pair
@@ -41,6 +44,7 @@ async def test_many_at_once_in_both_directions(pair: list[Node]) -> None:
     assert [each.ids for each in served] == [output for _, output in wanted]
 
 
+@over_each_transport
 async def test_the_next_turn_reuses_prompt_and_output(pair: list[Node]) -> None:
     a, b = pair
     tokens, output = next(clear_prompts(200, 70, 4000))
