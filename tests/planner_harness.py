@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import grpc.aio
 from etcd_process import Etcd, free_ports
 from running import running
-from waiting import WAIT_S
+from waiting import WAIT_S, answered
 
 from evolving.internal.v1 import planner_pb2_grpc as internal_grpc
-from evolving.runtime.channel import open_channel, retry_unary
+from evolving.runtime.channel import open_channel
 from evolving.runtime.clock import SystemClock
 from evolving.runtime.etcd import EtcdStore
 from evolving.runtime.keys import Keys, NodeRegistration, encode
@@ -84,9 +84,7 @@ class Client:
     async def get_split(self) -> planner_pb2.GetSplitResponse:
         """Waits until the planner answers."""
         request = planner_pb2.GetSplitRequest()
-        return await retry_unary(
-            lambda: self.public.GetSplit(request, timeout=WAIT_S, wait_for_ready=True), attempts=100, within_s=WAIT_S
-        )
+        return await answered(lambda: self.public.GetSplit(request, timeout=WAIT_S, wait_for_ready=True))
 
     async def roles(self) -> dict[str, int]:
         """Roles of the split in force."""

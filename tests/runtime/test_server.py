@@ -18,9 +18,10 @@ from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from structlog.testing import capture_logs
+from waiting import answered
 
 from evolving.core.errors import BranchEnded, StaleVersion
-from evolving.runtime.channel import open_channel, retry_unary
+from evolving.runtime.channel import open_channel
 from evolving.runtime.clock import SystemClock
 from evolving.runtime.credentials import Credentials, hash_token
 from evolving.runtime.errors import NotReady
@@ -275,7 +276,7 @@ async def test_calls_over_the_limit_are_refused_with_a_hint_and_pass_later() -> 
         assert detail.retry_after_s > 0
         assert (await health(channel, "")) == health_pb2.HealthCheckResponse.SERVING  # probes count against no limit
         waiting[0].cancel()
-        answer = await retry_unary(lambda: say(text("now")), attempts=20)
+        answer = await answered(lambda: say(text("now")))
         assert answer.value == "now"
         waiting[1].cancel()
 
@@ -418,16 +419,6 @@ async def test_health_follows_readiness_for_the_server_and_each_service() -> Non
         watch.cancel()
 
 
-async def test_retries_stop_at_failures_a_retry_cannot_help() -> None:
-    async with Running() as running, open_channel(running.address) as channel:
-        with pytest.raises(grpc.aio.AioRpcError):
-            await retry_unary(lambda: method(channel, "Say")(text("ended")))
-        assert running.sample("grpc_server_calls_total", method="/test.Internal/Say", code="FAILED_PRECONDITION") == 1
-        with pytest.raises(grpc.aio.AioRpcError):
-            await retry_unary(lambda: method(channel, "Say")(text("later")), attempts=3)
-        assert running.sample("grpc_server_calls_total", method="/test.Internal/Say", code="UNAVAILABLE") == 3
-
-
 async def test_a_channel_to_replicas_goes_on_with_those_that_live() -> None:
     async with Running() as one:
         two = Running()
@@ -439,7 +430,7 @@ async def test_a_channel_to_replicas_goes_on_with_those_that_live() -> None:
                     await say(text("hello"))
             await two.server.stop(0)
             for _ in range(10):
-                assert (await retry_unary(lambda: say(text("hello")))).value == "hello"
+                assert (await answered(lambda: say(text("hello")))).value == "hello"
 
 
 async def test_errors_of_other_servers_are_understood() -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import grpc
 import grpc.aio
-from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, stop_after_delay, wait_random_exponential
 
 from evolving.runtime.guard import BRANCH_ID_KEY, REQUEST_ID_KEY
 from evolving.runtime.log import current_ids
 from evolving.runtime.settings import MAX_MESSAGE_BYTES, split_address
-from evolving.wire.status import Context, parse_error
+from evolving.wire.status import Context
 
-Answer = TypeVar("Answer")
 _ID_KEYS = {"request_id": REQUEST_ID_KEY, "branch_id": BRANCH_ID_KEY}
-_RETRYABLE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
 def open_channel(
@@ -52,42 +49,6 @@ def _target(address: str | Sequence[str]) -> str:
     for one in addresses:
         split_address(one)
     return addresses[0] if len(addresses) == 1 else f"ipv4:{','.join(addresses)}"
-
-
-async def retry_unary(
-    call: Callable[[], Awaitable[Answer]],
-    *,
-    attempts: int = 4,
-    within_s: float = 10.0,
-    first_wait_s: float = 0.05,
-    max_wait_s: float = 2.0,
-) -> Answer:
-    """Call an *idempotent* unary method until it answers: `await retry_unary(lambda: stub.Get(request, timeout=1))`.
-
-    Tries again after UNAVAILABLE and RESOURCE_EXHAUSTED only, waiting a random exponential time, at least as long as
-    the server asked for. Raises the last AioRpcError.
-    """
-    backoff = wait_random_exponential(multiplier=first_wait_s, max=max_wait_s)
-
-    def wait_s(state: Any) -> float:
-        error = state.outcome.exception()
-        hint_s = parse_error(error).retry_after_s if isinstance(error, grpc.aio.AioRpcError) else None
-        return max(backoff(state), hint_s or 0.0)
-
-    async def attempt() -> Answer:  # tenacity awaits coroutine functions only, and a stub's method is none
-        return await call()
-
-    retrying = AsyncRetrying(
-        retry=retry_if_exception(_is_retryable),
-        stop=stop_after_attempt(attempts) | stop_after_delay(within_s),
-        wait=wait_s,
-        reraise=True,
-    )
-    return await retrying(attempt)
-
-
-def _is_retryable(error: BaseException) -> bool:
-    return isinstance(error, grpc.aio.AioRpcError) and error.code() in _RETRYABLE
 
 
 def call_timeout_s(context: Context, at_most_s: float, keep_s: float = 0.0) -> float:
