@@ -265,6 +265,23 @@ async def test_counts_hold_until_a_complete_set_of_the_next_directory(etcd: Etcd
             await eventually(lambda: _counts_are(node, {two: 4, three: 1}))
 
 
+async def test_a_node_told_to_clear_holds_nothing_and_serves_on(etcd: Etcd) -> None:
+    async with scripted_directory(etcd) as directory, agent(etcd) as node:
+        await node.ready()
+        await node.serve(prefill_request(ids(1, 100)))
+        await directory.until(lambda: bool(directory.hellos))
+        await node.idle()
+        assert await held(node, Tier.L2) > 0
+        directory.say(clear=directory_pb2.Clear(reason="test"))
+
+        async def empty() -> bool:
+            return await held(node, Tier.L1) == await held(node, Tier.L2) == 0
+
+        await eventually(empty)
+        await node.serve(prefill_request(ids(2, 100), **BRANCH))
+        await directory.until(lambda: bool(directory.said("done")))
+
+
 async def test_counts_survive_an_engine_that_crashed(etcd: Etcd) -> None:
     """L2 outlives the mock's crash; what is kept there is still needed, whatever the directory does meanwhile."""
     async with scripted_directory(etcd) as directory, agent(etcd) as node:
