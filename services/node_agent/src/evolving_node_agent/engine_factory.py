@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -54,6 +55,14 @@ def _mock_config(settings: NodeAgentSettings) -> MockConfig:
         model=settings.model_name or "mock",
         block_tokens=settings.block_tokens,
         vocab_size=settings.mock_vocabulary_tokens,
+        verify_kv=settings.mock_verify_kv,
+        bytes_per_token=settings.mock_bytes_per_token,
+        tokens_per_iteration=settings.mock_tokens_per_iteration,
+        transfer_bytes_per_s=settings.mock_transfer_bytes_per_s or math.inf,
+        fetch_bytes_per_s=settings.mock_fetch_bytes_per_s or math.inf,
+        eviction=settings.eviction,
+        fetch_start=settings.fetch_start,
+        fetch=settings.fetch,
         speed_up=settings.mock_speed_up,
         host=_bind_host(settings),
         advertise_host=_advertise_host(settings),

@@ -95,6 +95,21 @@ class NodeAgentSettings(ServiceSettings):
     sglang_flags: tuple[str, ...] = Field((), description="sglang: more flags for its own command line")
     mock_speed_up: float = Field(1.0, gt=0, description="mock: modelled durations are divided by this")
     mock_vocabulary_tokens: int = Field(32_000, ge=2, description="mock: size of its vocabulary")
+    mock_verify_kv: bool = Field(
+        True,
+        description="mock: real KV bytes, checked wherever they travel; off: names only, for replays at the speed of "
+        "real traces",
+    )
+    mock_bytes_per_token: int = Field(4, ge=1, description="mock: KV bytes of a token; real ones with mock_verify_kv")
+    mock_tokens_per_iteration: int = Field(1, ge=1, description="mock: tokens accepted per decode iteration")
+    mock_transfer_bytes_per_s: float = Field(
+        0.0,
+        ge=0,
+        description="mock: speed of a prompt's KV to its decode node, before speed_up; 0: no limit",
+    )
+    mock_fetch_bytes_per_s: float = Field(
+        0.0, ge=0, description="mock: speed of one read of a peer's KV, before speed_up; 0: no limit"
+    )
     mock_crash_after_iterations: int = Field(0, ge=0, description="mock: die after so many iterations; 0: never")
     mock_transfer_delay_s: float = Field(0.0, ge=0, description="mock: added to each page sent, seconds")
     mock_corrupt_every_pages: int = Field(0, ge=0, description="mock: damage each so-manieth page sent; 0: none")

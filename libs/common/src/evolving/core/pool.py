@@ -72,6 +72,17 @@ class NodePool:
         """L1 room that could be had: free, or of blocks no leg uses."""
         return self.free(Tier.L1) + self._unused_l1
 
+    def unused(self, names: Sequence[bytes], blocks: int, use: Use) -> tuple[int, int]:
+        """Of the first `blocks` blocks, all in L1: how many no leg uses, and how many no leg of this kind uses."""
+        by_none = by_kind = 0
+        run = self._tree.get(names[blocks - 1]) if blocks else None
+        while run is not None:
+            size = min(run.size, blocks - run.start)
+            by_none += size * (not run.used_in_l1)
+            by_kind += size * (not run.locks[use])
+            run = run.parent
+        return by_none, by_kind
+
     @property
     def zero_l2(self) -> int:
         """Blocks in L2 that no branch counts."""
@@ -178,6 +189,10 @@ class NodePool:
             self._recount(run)
         for name in ends:
             self._tree.merge_path(self._tree.get(name))
+
+    def forget_counts(self) -> None:
+        """All counts are zero, as of blocks that never come."""
+        self.set_counts(dict.fromkeys(list(self._counts), 0))
 
     # -- losing blocks
 

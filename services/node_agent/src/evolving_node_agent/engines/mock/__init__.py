@@ -9,14 +9,13 @@
 | context.py | the KV of one leg: shared blocks, then pages of its own |
 | legs.py | the state of one prefill or decode leg |
 | readers.py | those who follow the engine's KV events and status |
-| block.py | one block that is held |
-| cache.py | which blocks are where, locks, counts, eviction order, KV events |
-| events.py | KV events, gathered |
-| pool.py | the bytes of one tier, page by page |
+| cache.py | the node's pool, its bytes, KV events |
 | model.py | KV bytes from block names, tokens from KV bytes |
 | transport.py | checksummed frames over TCP, and what engines say to one another in them |
 | rendezvous.py | where decode legs find their prefill legs |
 | transfer.py | prefill to decode transfer, both ends |
+| admission.py | which prefill legs leave the queue |
+| fetching.py | what a leg gets from peers, how long it is held up for it |
 | fetch.py | reading peers' L2, both ends |
 | faults.py | crashes, stalls, slow links and flipped bits, on demand |
 | config.py | sizes, timing, faults |

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from evolving.core.config import EvictionPolicy, FetchConfig, FetchStart
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 
 
@@ -36,13 +37,21 @@ class MockConfig:
     l2_tokens: int = 1_048_576
     decode_slots: int = 64  # most requests decoded or reserved at once
     chunk_tokens: int = 2_048  # prompt tokens computed per iteration at most
-    bytes_per_token: int = 4  # KV bytes of one token; small, since only their identity matters
+    bytes_per_token: int = 4  # KV bytes of one token; where they are real, small: only their identity matters
+    # Real KV bytes, checked wherever they travel, and tokens drawn from them. False: none are made, stored or sent,
+    # only names and the time they would take, and tokens come from names: for replays at the speed of real traces.
+    verify_kv: bool = True
+    tokens_per_iteration: int = 1  # t_acc of the paper (section 4.2): tokens accepted per decode iteration
+    eviction: EvictionPolicy = EvictionPolicy.AGENT
+    fetch_start: FetchStart = FetchStart.ENQUEUE
+    fetch: FetchConfig = field(default_factory=FetchConfig)
     # Equations 1 and 2 of the paper, for a mid-sized model on one accelerator.
     prefill: PrefillCoefficients = field(default_factory=lambda: PrefillCoefficients(0.004, 4e-5, 2e-10, 4e-7, 0.0))
     decode: DecodeCoefficients = field(default_factory=lambda: DecodeCoefficients(0.008, 0.0, 1e-4, 2e-8))
     speed_up: float = 1.0  # modelled durations are divided by this; deadlines are not. inf: no time at all
-    transfer_bytes_per_s: float = math.inf  # modelled on top of what the real socket takes
-    fetch_bytes_per_s: float = math.inf  # likewise, for reads of peers' L2
+    # Modelled on top of what the real socket takes, before `speed_up`.
+    transfer_bytes_per_s: float = math.inf  # of one prompt, prefill to decode
+    fetch_bytes_per_s: float = math.inf  # of one read of a peer's L2
     stalled_transport_s: float = 5.0  # a connection on which nothing came for so long is given up
     rendezvous_s: float = 1.0  # how long a decode leg may name a transfer its source doesn't know yet
     l2_survives_crash: bool = True
@@ -53,7 +62,8 @@ class MockConfig:
     def __post_init__(self) -> None:
         if not self.node_id:
             raise ValueError("node_id must not be empty")
-        for name in ("block_tokens", "vocab_size", "chunk_tokens", "decode_slots", "bytes_per_token", "l1_tokens"):
+        counts = ("block_tokens", "vocab_size", "chunk_tokens", "decode_slots", "bytes_per_token", "l1_tokens")
+        for name in (*counts, "tokens_per_iteration"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("speed_up", "transfer_bytes_per_s", "fetch_bytes_per_s", "stalled_transport_s"):

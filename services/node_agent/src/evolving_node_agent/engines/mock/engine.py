@@ -13,9 +13,8 @@ from evolving.runtime.clock import Clock, SystemClock
 from evolving_node_agent.engines.mock.cache import BlockCache
 from evolving_node_agent.engines.mock.config import MockConfig
 from evolving_node_agent.engines.mock.faults import Faults
-from evolving_node_agent.engines.mock.fetch import fetch, serve_read
+from evolving_node_agent.engines.mock.fetch import fetch, offered_blocks, serve_reads
 from evolving_node_agent.engines.mock.life import Life
-from evolving_node_agent.engines.mock.pool import Pool
 from evolving_node_agent.engines.mock.transfer import dismiss, dismissed, pull, serve_pull
 from evolving_node_agent.engines.mock.transport import Connection, Disconnected, Dismiss, Pull, Read
 from evolving_node_agent.engines.port import (
@@ -41,7 +40,7 @@ class MockEngine:
         self.faults = faults or Faults(config.faults)
         self.faults.on_crash = self._crash
         self._clock = clock or SystemClock()
-        self._cache = self._empty_cache()
+        self._cache = BlockCache(config)
         self._life: Life | None = None
         self._loop_task: asyncio.Task[None] | None = None
         self._server: asyncio.Server | None = None
@@ -77,7 +76,7 @@ class MockEngine:
             await life.wait_ended()
         for task in list(self._connections):
             await asyncio.wait([task])
-        self._cache = self._empty_cache()
+        self._cache = BlockCache(self.config)
 
     async def exited(self) -> int:
         """Wait for a crash; its status."""
@@ -89,11 +88,12 @@ class MockEngine:
             return
         self._end_life(EngineDown(f"the engine exited with status {status}"))
         if self.config.l2_survives_crash:
-            self._cache.clear(Tier.L1)
-            self._cache.set_counts(dict.fromkeys(self._cache.counts(), 0))
+            pool = self._cache.pool
+            pool.lose(Tier.L1)
+            pool.forget_counts()
             self._cache.take_events()  # the next life says what is held
         else:
-            self._cache = self._empty_cache()
+            self._cache = BlockCache(self.config)
         if self._exit is not None and not self._exit.done():
             self._exit.set_result(status)
 
@@ -115,11 +115,6 @@ class MockEngine:
         except Exception:
             self._crash(1)  # as an engine process would die of a bug; the traceback follows
             raise
-
-    def _empty_cache(self) -> BlockCache:
-        config = self.config
-        l1 = Pool(config.l1_tokens // config.block_tokens, config.page_bytes)
-        return BlockCache(l1, Pool(config.l2_tokens // config.block_tokens, config.page_bytes))
 
     def _info(self, life: Life) -> EngineInfo:
         config = self.config
@@ -146,7 +141,7 @@ class MockEngine:
     async def prefill(self, job: PrefillJob) -> AsyncIterator[PrefillEvent]:
         """See port.py."""
         life = self._living()
-        leg = life.add_prefill(job, partial(fetch, life))
+        leg = life.add_prefill(job, offered_blocks, partial(fetch, life))
         try:
             async for event in leg.events:
                 yield event
@@ -190,17 +185,24 @@ class MockEngine:
     async def set_counts(self, counts: Mapping[bytes, int]) -> None:
         """See port.py."""
         self._living()
-        self._cache.set_counts(counts)
+        self._cache.pool.set_counts(counts)
 
     async def counts(self) -> Mapping[bytes, int]:
         """See port.py."""
         self._living()
-        return self._cache.counts()
+        return self._cache.pool.counts()
 
     async def free_l1(self) -> int:
         """See port.py."""
         life = self._living()
-        dropped = self._cache.free_l1()
+        dropped = self._cache.pool.free_l1()
+        life.publish()
+        return dropped
+
+    async def clear(self) -> int:
+        """See port.py."""
+        life = self._living()
+        dropped = self._cache.pool.clear()
         life.publish()
         return dropped
 
@@ -244,7 +246,7 @@ async def _serve(life: Life, connection: Connection) -> None:
             case Dismiss(transfer_id):
                 dismissed(life, transfer_id)
             case Read() as request:
-                await serve_read(life, connection, request)
+                await serve_reads(life, connection, request)
     except Disconnected:
         return  # whoever asked is gone; a leg that this concerns was ended where it was noticed
     finally:

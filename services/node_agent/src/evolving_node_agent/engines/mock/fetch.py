@@ -1,71 +1,150 @@
-"""Reading blocks out of peers' L2 before a prefill, both ends. Whatever does not arrive is computed."""
+"""Reading blocks out of peers' L2 for legs in the queue, both ends. Whatever does not arrive is computed.
+
+A leg's fetch goes on in chunks, each in its turn by the leg's rank. A chunk goes into L2 as it arrives and is kept
+there until the leg is taken.
+"""
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Sequence
 
+from evolving.core.pool_runs import Use
 from evolving_node_agent.engines.mock.legs import PrefillLeg
 from evolving_node_agent.engines.mock.life import Life
-from evolving_node_agent.engines.mock.transport import Connection, Disconnected, Failed, Page, PagesEnd, Read
-from evolving_node_agent.engines.port import Holder, Tier
+from evolving_node_agent.engines.mock.transport import (
+    Connection,
+    Disconnected,
+    Failed,
+    Held,
+    Message,
+    Page,
+    PagesEnd,
+    Read,
+    paced,
+)
+from evolving_node_agent.engines.port import Holder, PrefillJob, Tier
+
+_KEPT_SHARE = 0.5  # of L2 at most is kept for legs in the queue, so that others' blocks still find room
 
 
 async def fetch(life: Life, leg: PrefillLeg) -> None:
-    """Bring what holders have and this node lacks into its L2, until the leg's deadline."""
-    if not leg.job.holders:
-        return
-    started_s = life.clock.now_s()
-    deadline = asyncio.create_task(life.clock.sleep(leg.job.fetch_deadline_s))
-    reading = asyncio.create_task(_read_all(life, leg))
-    try:
-        await asyncio.wait({deadline, reading}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        deadline.cancel()
-        reading.cancel()
-    leg.fetch_s = life.clock.now_s() - started_s
-    if reading.done() and not reading.cancelled():
-        reading.result()  # a bug must not pass for a slow peer
-
-
-async def _read_all(life: Life, leg: PrefillLeg) -> None:
-    reusable = (len(leg.job.tokens) - 1) // life.config.block_tokens
-    names = leg.kv.names[:reusable]
-    for holder in sorted(leg.job.holders, key=lambda each: each.first_block):
-        held = life.cache.held(names)
-        wanted = names[held : holder.first_block + holder.blocks]
-        if not wanted or held < holder.first_block:
-            continue
+    """Bring what holders have and this node lacks into its L2. Ends early where a holder is lost or L2 is full."""
+    await leg.fetch.go.wait()
+    for holder in _in_order(leg.job):
         try:
-            await _read_from(life, leg, holder, wanted, names[held - 1] if held else None)
+            await _read_from(life, leg, holder)
         except Disconnected:
             continue  # a lost peer is a miss
+    life.fetch_ended(leg)
 
 
-async def _read_from(life: Life, leg: PrefillLeg, holder: Holder, wanted: list[bytes], parent: bytes | None) -> None:
-    connection = await Connection.open(holder.pool_address, life.config.stalled_transport_s)
+def offered_blocks(job: PrefillJob, held: int, reusable: int) -> int:
+    """How many leading blocks are here or can be had, when `held` are here."""
+    for holder in _in_order(job):
+        if holder.first_block <= held:
+            held = max(held, min(holder.first_block + holder.blocks, reusable))
+    return held
+
+
+def _in_order(job: PrefillJob) -> list[Holder]:
+    return sorted(job.holders, key=lambda each: each.first_block)
+
+
+async def _read_from(life: Life, leg: PrefillLeg, holder: Holder) -> None:
+    names, pool, config = leg.kv.names, life.cache.pool, life.config
+    last = min(holder.first_block + holder.blocks, leg.fetch.until)
+    connection: Connection | None = None
     try:
-        await connection.send(Read(holder.incarnation, life.config.kv_format, wanted))
-        for name in wanted:
-            message = await connection.receive()
-            # Damaged and the end mean the same here: from this block on there is nothing to reuse.
-            if not isinstance(message, Page) or not life.cache.store_fetched(name, parent, message.data):
-                return
-            leg.fetched.add(name)
-            life.publish()
-            parent = name
+        while holder.first_block <= (held := pool.held(names, last)) < last:
+            chunk = min(config.fetch.chunk_blocks, last - held)
+            async with life.turns.turn(leg.rank, chunk * config.page_bytes):
+                if pool.held(names, last) != held:
+                    continue  # while it waited, others brought or dropped some
+                with life.reads.read(leg.fetch, chunk):
+                    connection = connection or await Connection.open(holder.pool_address, config.stalled_transport_s)
+                    wanted = names[held : held + chunk]
+                    await connection.send(Read(holder.incarnation, config.kv_format, wanted))
+                    blocks, data = await _receive(connection, len(wanted))
+                if not _store(life, leg, held, blocks, data) or blocks < chunk:
+                    return
     finally:
-        await connection.close()
+        if connection is not None:
+            await connection.close()
 
 
-async def serve_read(life: Life, connection: Connection, read: Read) -> None:
+async def _receive(connection: Connection, wanted: int) -> tuple[int, list[bytes]]:
+    """An answer to `Read`: how many leading blocks came, and their bytes where these are sent."""
+    blocks, data = 0, list[bytes]()
+    whole = True
+    message: Message | None = None
+    while not isinstance(message, PagesEnd):
+        message = await connection.receive()
+        match message:
+            case Page(_, page) if whole:
+                blocks += 1
+                data.append(page)
+            case Held(count) if whole:
+                blocks += count
+            case Failed(reason):
+                raise Disconnected(reason)
+            case _:
+                whole = False  # damaged: from this block on there is nothing to reuse
+    if blocks > wanted:
+        raise Disconnected(f"{blocks} blocks where {wanted} were asked for")
+    return blocks, data
+
+
+def _store(life: Life, leg: PrefillLeg, first: int, blocks: int, data: Sequence[bytes]) -> bool:
+    """Put what came into L2 and keep it for the leg; False where L2 had no room for all of it."""
+    names, pool, fetch = leg.kv.names, life.cache.pool, leg.fetch
+    if blocks == 0 or life.legs.get(leg.job.leg_id) is not leg or fetch.over:
+        return False
+    reached = life.cache.store_fetched(names, first, first + blocks, data)
+    stored = max(0, reached - first)
+    if stored:
+        fetch.fetched.append(range(first, reached))
+        life.reads.blocks_fetched += stored
+        more = reached - fetch.kept
+        if pool.used_by(Use.FETCH) + more <= _KEPT_SHARE * pool.capacity(Tier.L2):
+            pool.lock(names, fetch.kept, reached, Use.FETCH)
+            fetch.kept = reached
+        life.publish()
+    return stored == blocks
+
+
+async def serve_reads(life: Life, connection: Connection, read: Read) -> None:
+    """Answer reads until the peer has enough."""
+    while True:
+        await _serve_read(life, connection, read)
+        message = await connection.receive(patient=True)
+        if not isinstance(message, Read):
+            return
+        read = message
+
+
+async def _serve_read(life: Life, connection: Connection, read: Read) -> None:
     """Send the leading blocks of `read` that L2 has. Each is copied whole, so none changes while it is sent."""
-    if read.incarnation != life.incarnation or read.kv_format != life.config.kv_format:
+    config, faults = life.config, life.faults
+    if read.incarnation != life.incarnation or read.kv_format != config.kv_format:
         await connection.send(Failed("another incarnation or format"))
         return
-    for index, name in enumerate(read.names):
-        data = life.cache.read(name, Tier.L2)
-        if data is None:
-            break
-        await life.clock.sleep(life.faults.transfer_delay_s + len(data) / life.config.fetch_bytes_per_s)
-        await connection.send(Page(index, data), damaged=life.faults.damages_next_page())
+    page_s = faults.transfer_delay_s + config.page_bytes / config.fetch_bytes_per_s / config.speed_up
+    if config.verify_kv:
+        for index, name in enumerate(read.names):
+            data = life.cache.read(name, Tier.L2)
+            if data is None:
+                break
+            await life.clock.sleep(page_s)
+            await connection.send(Page(index, data), damaged=faults.damages_next_page())
+    else:
+        sent = 0
+        async for pages in paced(life.clock, _leading(life, read.names), page_s, config.stalled_transport_s):
+            sent += pages
+            if _leading(life, read.names) < sent:
+                break  # evicted while it was read
+            await connection.send(Held(pages))
     await connection.send(PagesEnd(0))
+
+
+def _leading(life: Life, names: Sequence[bytes]) -> int:
+    return life.cache.pool.matched(names, len(names), Tier.L2)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from evolving_node_agent.engines.mock.context import ContextKv
+from evolving_node_agent.engines.mock.fetching import LegFetch
 from evolving_node_agent.engines.port import (
     CachedTokens,
     DecodeEvent,
@@ -45,8 +46,7 @@ class EventStream(Generic[Event]):
 class PrefillStage(enum.Enum):
     """Where a prefill leg is."""
 
-    FETCHING = enum.auto()  # blocks come from peers
-    QUEUED = enum.auto()
+    QUEUED = enum.auto()  # its fetch from peers goes on beside
     RUNNING = enum.auto()  # has its room; chunks are computed
     HOLDING = enum.auto()  # computed; KV waits for, or goes to, a decode leg
     OVER = enum.auto()
@@ -69,10 +69,11 @@ class PrefillLeg:
     kv: ContextKv
     order: int  # arrival, for first in, first out among equal priorities
     queued_s: float  # clock when it arrived
+    reusable_blocks: int  # the last token is always computed
+    fetch: LegFetch
     events: EventStream[PrefillEvent] = field(default_factory=EventStream)
-    stage: PrefillStage = PrefillStage.FETCHING
-    fetched: set[bytes] = field(default_factory=set)  # names of blocks brought from peers for it
-    fetch_s: float = 0.0
+    stage: PrefillStage = PrefillStage.QUEUED
+    fetching: asyncio.Task[None] | None = None
     taken_s: float = 0.0  # clock when it left the queue
     cached: CachedTokens = field(default_factory=CachedTokens)
     restored_tokens: int = 0  # L2 → L1, not yet charged to an iteration

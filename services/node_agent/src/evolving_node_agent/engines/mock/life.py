@@ -11,14 +11,18 @@ from collections.abc import Callable, Coroutine, Sequence
 
 import numpy as np
 
+from evolving.core.config import FetchStart
+from evolving.core.pool_runs import Use
 from evolving.core.timemodel import PrefillSums
 from evolving.core.work import query_key_pairs
 from evolving.runtime.clock import Clock
-from evolving_node_agent.engines.mock.block import User
+from evolving.runtime.tasks import first_of
+from evolving_node_agent.engines.mock.admission import PrefillQueue
 from evolving_node_agent.engines.mock.cache import BlockCache
 from evolving_node_agent.engines.mock.config import MockConfig
 from evolving_node_agent.engines.mock.context import ContextKv
 from evolving_node_agent.engines.mock.faults import Faults
+from evolving_node_agent.engines.mock.fetching import LegFetch, ReadMeter
 from evolving_node_agent.engines.mock.jobs import check_job, draw, finish, generated_tokens
 from evolving_node_agent.engines.mock.legs import DecodeLeg, DecodeStage, Leg, PrefillLeg, PrefillStage
 from evolving_node_agent.engines.mock.plan import Chunk, plan_chunks
@@ -44,6 +48,7 @@ from evolving_node_agent.engines.port import (
     Tier,
     Tokens,
 )
+from evolving_node_agent.engines.turns import ReadTurns
 
 
 class Life:
@@ -61,7 +66,9 @@ class Life:
         self.kv_readers = KvReaders(cache)
         self.status_readers = StatusReaders(self.status)
         self._order = 0
-        self._queue: list[PrefillLeg] = []  # fetched, by rank
+        self.turns = ReadTurns(config.fetch, clock)
+        self.reads = ReadMeter(clock)
+        self._queue = PrefillQueue(config, cache, self._take)
         self._running: list[PrefillLeg] = []
         self._reserving: list[DecodeLeg] = []
         self._batch: list[DecodeLeg] = []
@@ -74,18 +81,36 @@ class Life:
 
     # -- legs come
 
-    def add_prefill(self, job: PrefillJob, fetch: Callable[[PrefillLeg], Coroutine[None, None, None]]) -> PrefillLeg:
-        """Take a prefill leg; `fetch` runs beside, then the leg is queued. Raises Rejected, EngineDown."""
+    def add_prefill(
+        self,
+        job: PrefillJob,
+        offered: Callable[[PrefillJob, int, int], int],
+        fetch: Callable[[PrefillLeg], Coroutine[None, None, None]],
+    ) -> PrefillLeg:
+        """Queue a prefill leg; `fetch` runs beside where more leading blocks are `offered` than are here.
+
+        Raises Rejected, EngineDown.
+        """
         self._check(job)
         if self.transfers.get(job.transfer_id) is not None:
             raise Rejected(f"transfer id {job.transfer_id} is in use")
         self._order += 1
-        kv = ContextKv(self.cache, self.config, User.PREFILL, job.root, job.tokens)
-        leg = PrefillLeg(job, kv, self._order, self.clock.now_s())
+        kv = ContextKv(self.cache, self.config, Use.PREFILL, job.root, job.tokens)
+        reusable = (len(job.tokens) - 1) // self.config.block_tokens
+        held = self.cache.pool.held(kv.names, reusable)
+        fetching = LegFetch(offered(job, held, reusable), job.fetch_deadline_s)
+        leg = PrefillLeg(job, kv, self._order, self.clock.now_s(), reusable, fetching)
         self.legs[job.leg_id] = leg
         self.transfers.offer(leg)
-        leg.tasks.append(self._spawn(self._fetch_then_queue(leg, fetch)))
+        self._queue.add(leg)
+        fetching.over = fetching.until == held
+        if not fetching.over:
+            leg.fetching = self._spawn(fetch(leg))
+            leg.tasks.append(leg.fetching)
+            if self.config.fetch_start is FetchStart.ENQUEUE:
+                fetching.go.set()
         self.publish()
+        self._wake.set()
         return leg
 
     def add_decode(
@@ -97,7 +122,7 @@ class Life:
         """Take a decode leg. `pull` runs once it has room, `dismiss` if it ends before its KV is here. Raises Rejected,
         EngineDown."""
         self._check(job)
-        kv = ContextKv(self.cache, self.config, User.DECODE, job.root, job.tokens)
+        kv = ContextKv(self.cache, self.config, Use.DECODE, job.root, job.tokens)
         leg = DecodeLeg(job, kv, generated_tokens(job), dismiss)
         self.legs[job.leg_id] = leg
         self._reserving.append(leg)
@@ -132,9 +157,12 @@ class Life:
             if leg.stage is not DecodeStage.RUNNING and self._down is None and not isinstance(error, SourceLost):
                 self._spawn(leg.dismiss(leg.job))
             leg.stage = DecodeStage.OVER
-        for legs in (self._queue, self._running, self._reserving, self._batch):
+        for legs in (self._running, self._reserving, self._batch):
             if leg in legs:
                 legs.remove(leg)  # type: ignore[arg-type]
+        if isinstance(leg, PrefillLeg):
+            self._queue.discard(leg)
+            self._let_go_of_fetched(leg)
         leg.kv.release()
         leg.events.close(error)
         current = asyncio.current_task()
@@ -195,6 +223,7 @@ class Life:
             self.end(leg, error)
         for task in self._tasks:
             task.cancel()
+        self.turns.close()
         self.kv_readers.close()
         self.status_readers.close()
 
@@ -209,13 +238,12 @@ class Life:
         """Iterate for ever; cancel to stop."""
         while True:
             await self.faults.pass_stall()
-            self._admit_prefills()
+            self._queue.admit(self._running, self.clock.now_s())
             batch = list(self._batch)
             chunks = plan_chunks(self._running, self.config.chunk_tokens)
             if not batch and not chunks:
                 self.publish()
-                self._wake.clear()
-                await self._wake.wait()
+                await self._wait_for_work()
                 continue
             if batch:
                 await self._take_s(self._decode_s(batch))
@@ -226,6 +254,14 @@ class Life:
             self._iterations += 1
             self.publish()
             await self._planned_faults()
+
+    async def _wait_for_work(self) -> None:
+        self._wake.clear()
+        deadline_s = self._queue.next_deadline_s(self.clock.now_s())
+        if deadline_s is None:
+            await self._wake.wait()
+        else:
+            await first_of(self._wake.wait(), self.clock.sleep(deadline_s))
 
     async def _take_s(self, duration_s: float) -> None:
         await self.clock.sleep(duration_s / self.config.speed_up)
@@ -244,12 +280,14 @@ class Life:
         for leg in batch:
             if leg.stage is not DecodeStage.RUNNING:
                 continue  # aborted meanwhile
-            leg.kv.append(leg.output[-1])
-            token = draw(leg.kv, leg.job, leg.output, self.config)
-            leg.output.append(token)
+            first = len(leg.output)
+            reason = None
+            while reason is None and len(leg.output) < first + self.config.tokens_per_iteration:
+                leg.kv.append(leg.output[-1])
+                leg.output.append(draw(leg.kv, leg.job, leg.output, self.config))
+                reason = finish(leg.output[-1], leg.output, leg.job, self.config)
             leg.iterations += 1
-            leg.events.put(Tokens(len(leg.output) - 1, np.array([token], dtype=np.uint32)))
-            reason = finish(token, leg.output, leg.job, self.config)
+            leg.events.put(Tokens(first, np.array(leg.output[first:], dtype=np.uint32)))
             if reason is not None:
                 leg.events.put(Finished(reason, leg.iterations))
                 self.end(leg)
@@ -282,28 +320,22 @@ class Life:
 
     # -- room
 
-    def _admit_prefills(self) -> None:
-        """Take legs from the queue, best rank first, while this iteration's chunk has tokens left for them."""
-        while self._queue and sum(leg.left for leg in self._running) < self.config.chunk_tokens:
-            leg = self._queue[0]
-            config = self.config
-            reusable = (len(leg.job.tokens) - 1) // config.block_tokens  # the last token is always computed
-            reused = leg.kv.reserve(config.pages(len(leg.job.tokens)), reusable)
-            if reused is None:
-                return
-            self._queue.pop(0)
-            self._running.append(leg)
-            leg.stage = PrefillStage.RUNNING
-            leg.cached = self._cached(leg, *reused)
-            leg.restored_tokens = reused[1] * config.block_tokens
-            leg.taken_s = self.clock.now_s()
-            leg.events.put(Taken(leg.taken_s - leg.queued_s, leg.fetch_s))
-
-    def _cached(self, leg: PrefillLeg, l1_blocks: int, l2_blocks: int) -> CachedTokens:
-        from_l2 = leg.kv.names[l1_blocks : l1_blocks + l2_blocks]
-        peer_blocks = sum(name in leg.fetched for name in from_l2)
+    def _take(self, leg: PrefillLeg) -> bool:
+        """A leg leaves the queue and gets its room; False: there is none."""
+        reused = leg.kv.reserve(self.config.pages(len(leg.job.tokens)), leg.reusable_blocks)
+        if reused is None:
+            return False
+        in_l1, from_l2 = reused
+        self._let_go_of_fetched(leg)
+        self._running.append(leg)
+        leg.stage = PrefillStage.RUNNING
         size = self.config.block_tokens
-        return CachedTokens(l1_blocks * size, (l2_blocks - peer_blocks) * size, peer_blocks * size)
+        from_peers = leg.fetch.blocks_from_peers(in_l1, in_l1 + from_l2)
+        leg.cached = CachedTokens(in_l1 * size, (from_l2 - from_peers) * size, from_peers * size)
+        leg.restored_tokens = leg.cached.restored
+        leg.taken_s = now_s = self.clock.now_s()
+        leg.events.put(Taken(now_s - leg.queued_s, leg.fetch.read_s(now_s), leg.fetch.hidden_s(now_s)))
+        return True
 
     def _admit_decodes(self) -> None:
         """Give room to waiting decode legs, first come, first served."""
@@ -327,17 +359,16 @@ class Life:
 
     # -- tasks of a leg
 
-    async def _fetch_then_queue(
-        self, leg: PrefillLeg, fetch: Callable[[PrefillLeg], Coroutine[None, None, None]]
-    ) -> None:
-        await fetch(leg)
-        if leg.stage is not PrefillStage.FETCHING:
-            return
-        leg.stage = PrefillStage.QUEUED
-        self._queue.append(leg)
-        self._queue.sort(key=lambda each: each.rank)
+    def fetch_ended(self, leg: PrefillLeg) -> None:
+        """All has come for the leg that will."""
+        leg.fetch.over = True
+        leg.fetch.let_wait(self.clock.now_s())
         self.publish()
         self._wake.set()
+
+    def _let_go_of_fetched(self, leg: PrefillLeg) -> None:
+        self.cache.pool.unlock(leg.kv.names, leg.fetch.kept, Use.FETCH)
+        leg.fetch.kept = 0
 
     async def _expire_holding(self, leg: PrefillLeg) -> None:
         await self.clock.sleep(leg.job.keep_s)
@@ -364,28 +395,39 @@ class Life:
 
     def status(self) -> EngineStatus:
         """The state now."""
+        size, pool = self.config.block_tokens, self.cache.pool
         prefills = [leg for leg in self.legs.values() if isinstance(leg, PrefillLeg)]
-        waiting = (PrefillStage.FETCHING, PrefillStage.QUEUED)
-        size = self.config.block_tokens
         decodes = [leg for leg in self.legs.values() if isinstance(leg, DecodeLeg)]
+        backlog = {leg.job.leg_id: self._to_fetch(leg) for leg in self._queue}
         return EngineStatus(
-            queued={leg.job.leg_id: self._uncached(leg) for leg in prefills if leg.stage in waiting},
-            prefilling={leg.job.leg_id: leg.left for leg in prefills if leg.stage is PrefillStage.RUNNING},
+            queued={leg.job.leg_id: self._uncached(leg) - backlog[leg.job.leg_id] for leg in self._queue},
+            prefilling={leg.job.leg_id: leg.left for leg in self._running},
             holding=sum(leg.stage is PrefillStage.HOLDING for leg in prefills),
             decoding=len(self._batch),
             decode_context_tokens=sum(leg.context_tokens for leg in self._batch),
             reserved=sum(leg.stage is DecodeStage.PULLING for leg in decodes),
-            l1_used_tokens=self.cache.used(Tier.L1) * size,
-            l2_used_tokens=self.cache.used(Tier.L2) * size,
+            l1_used_tokens=pool.used(Tier.L1) * size,
+            l2_used_tokens=pool.used(Tier.L2) * size,
             iterations=self._iterations,
             prefill_iterations=self._prefill_iterations,
             prefill_tokens=self._prefill_tokens,
+            l2_zero_tokens=pool.zero_l2 * size,
+            fetch_backlog_tokens=sum(backlog.values()),
+            fetching_blocks=self.reads.blocks_under_way,
+            fetched_tokens=self.reads.blocks_fetched * size,
+            fetch_busy_s=self.reads.busy_s,
         )
 
     def _uncached(self, leg: PrefillLeg) -> int:
-        tokens = len(leg.job.tokens)
-        reusable = (tokens - 1) // self.config.block_tokens
-        return tokens - self.cache.held(leg.kv.names[:reusable]) * self.config.block_tokens
+        held = self.cache.pool.held(leg.kv.names, leg.reusable_blocks)
+        return len(leg.job.tokens) - held * self.config.block_tokens
+
+    def _to_fetch(self, leg: PrefillLeg) -> int:
+        """Tokens that peers have for it: no more to be computed, and not here yet."""
+        if leg.fetch.over:
+            return 0
+        held = self.cache.pool.held(leg.kv.names, leg.fetch.until)
+        return (leg.fetch.until - held) * self.config.block_tokens
 
 
 def _sums(chunks: Sequence[Chunk]) -> PrefillSums:

@@ -9,6 +9,7 @@ from evolving_node_agent.engines.mock.cache import BlockCache
 from evolving_node_agent.engines.port import EngineStatus, KvEvent
 
 _STATUS_PERIOD_S = 1.0
+_STATUS_GAP_S = 0.005  # between two statuses at least: many iterations make one
 
 
 class KvReaders:
@@ -73,6 +74,7 @@ class StatusReaders:
             while not self._closed:
                 changed.clear()
                 yield self._status()
+                await asyncio.sleep(_STATUS_GAP_S)
                 try:
                     async with asyncio.timeout(_STATUS_PERIOD_S):
                         await changed.wait()

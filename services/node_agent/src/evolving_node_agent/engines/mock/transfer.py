@@ -16,6 +16,7 @@ from evolving_node_agent.engines.mock.transport import (
     Disconnected,
     Dismiss,
     Failed,
+    Held,
     Landed,
     Message,
     Page,
@@ -23,6 +24,7 @@ from evolving_node_agent.engines.mock.transport import (
     Pull,
     Resend,
     Waiting,
+    paced,
 )
 from evolving_node_agent.engines.port import DecodeJob, DecodeLost, SourceLost
 
@@ -75,7 +77,8 @@ async def _take_over(life: Life, leg: DecodeLeg) -> None:
     source.pulled = True
     life.pair(source, leg)
     await source.ready.wait()
-    pages = [source.kv.page(index) for index in range(leg.cached_blocks, _pages(life, source))]
+    wanted = range(leg.cached_blocks, _pages(life, source)) if life.config.verify_kv else range(0)
+    pages = [source.kv.page(index) for index in wanted]
     life.landed(leg, pages, source.first_token, 0.0, len(leg.job.tokens))
     life.sent(source, 0.0, 0)
 
@@ -84,6 +87,7 @@ async def _pull_over(life: Life, leg: DecodeLeg, connection: Connection) -> None
     await connection.send(Pull(leg.job.transfer_id, life.config.kv_format, leg.cached_blocks))
     wanted = range(leg.cached_blocks, life.config.pages(len(leg.job.tokens)))
     got: dict[int, bytes] = {}
+    held = 0  # pages that came by name alone
     resends = 0
     started_s = life.clock.now_s()
     while True:
@@ -93,14 +97,16 @@ async def _pull_over(life: Life, leg: DecodeLeg, connection: Connection) -> None
                 started_s = life.clock.now_s()
             case Page(index, data):
                 got[index] = data
+            case Held(pages):
+                held += pages
             case Damaged():
                 continue  # its page will be missing at the end
             case PagesEnd(first_token):
-                missing = [index for index in wanted if index not in got]
+                missing = [index for index in wanted[held:] if index not in got]
                 if not missing:
-                    pages = [got[index] for index in wanted]
+                    data_of = [got[index] for index in wanted[held:]]
                     cached_tokens = leg.cached_blocks * life.config.block_tokens
-                    life.landed(leg, pages, first_token, life.clock.now_s() - started_s, cached_tokens)
+                    life.landed(leg, data_of, first_token, life.clock.now_s() - started_s, cached_tokens)
                     await connection.send(Landed())
                     return
                 if resends == _RESENDS:
@@ -172,14 +178,17 @@ async def _serve(
 
 
 async def _send_pages(life: Life, leg: PrefillLeg, connection: Connection, indices: Sequence[int]) -> int:
-    size = 0
-    for index in indices:
-        await life.clock.sleep(life.faults.transfer_delay_s + life.config.page_bytes / life.config.transfer_bytes_per_s)
-        data = leg.kv.page(index)
-        await connection.send(Page(index, data), damaged=life.faults.damages_next_page())
-        size += len(data)
+    config = life.config
+    page_s = life.faults.transfer_delay_s + config.page_bytes / config.transfer_bytes_per_s / config.speed_up
+    if config.verify_kv:
+        for index in indices:
+            await life.clock.sleep(page_s)
+            await connection.send(Page(index, leg.kv.page(index)), damaged=life.faults.damages_next_page())
+    else:
+        async for pages in paced(life.clock, len(indices), page_s, config.stalled_transport_s):
+            await connection.send(Held(pages))
     await connection.send(PagesEnd(leg.first_token))
-    return size
+    return len(indices) * config.page_bytes
 
 
 def _pages(life: Life, leg: PrefillLeg) -> int:

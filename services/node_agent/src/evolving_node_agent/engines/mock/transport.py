@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import struct
 import zlib
+from collections.abc import AsyncIterator
 
 import msgspec
+
+from evolving.runtime.clock import Clock
 
 _HEADER = struct.Struct("<II")
 _MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -39,6 +42,12 @@ class Page(msgspec.Struct, tag="page", frozen=True):
 
     index: int
     data: bytes
+
+
+class Held(msgspec.Struct, tag="held", frozen=True):
+    """In place of the next `pages` pages, where KV bytes follow from names."""
+
+    pages: int
 
 
 class PagesEnd(msgspec.Struct, tag="end", frozen=True):
@@ -75,9 +84,18 @@ class Damaged(msgspec.Struct, tag="damaged", frozen=True):
     """Never sent: stands for a frame whose checksum was wrong."""
 
 
-Message = Pull | Dismiss | Waiting | Page | PagesEnd | Resend | Landed | Failed | Read | Damaged
+Message = Pull | Dismiss | Waiting | Page | Held | PagesEnd | Resend | Landed | Failed | Read | Damaged
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()
+
+
+async def paced(clock: Clock, pages: int, page_s: float, silence_s: float) -> AsyncIterator[int]:
+    """Let the time of sending pages pass; yields how many are due, often enough that no peer takes it for a stall."""
+    step = pages if page_s * pages <= silence_s / 4 else max(1, int(silence_s / 4 / page_s))
+    for first in range(0, pages, step or 1):
+        due = min(step, pages - first)
+        await clock.sleep(due * page_s)
+        yield due
 
 
 class Disconnected(Exception):
