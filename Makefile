@@ -1,6 +1,6 @@
 # The commands of the project; `make help` lists them. Everything they need, they install into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo up down status logs lint test bench-flip bench-directory bench-begin bench-engine images gen pin \
+.PHONY: help setup model demo up down status logs lint test bench-flip bench-directory bench-begin bench-engine bench-kv images gen pin \
   proto-baseline clean
 
 PYTHON ?= python3
@@ -80,6 +80,9 @@ bench-begin: .venv/.ready ## time of Begin and routing by context length, into b
 
 bench-engine: $(MODEL)/.ready ## our engine against plain SGLang, and what reuse saves, into build/bench-engine.json
 	@$(BIN)/python tests/bench/bench_engine.py $(ARGS)
+
+bench-kv: .venv/.ready ## reuse lost by policy and pool size, and hidden fetches: TRACE=FILE [QUICK=1], into build/bench-kv.json
+	@$(BIN)/python tests/bench/bench_kv.py --trace $(TRACE) $(if $(QUICK),--quick)
 
 images: ## build the four images, evolving-<service>:dev
 	@$(foreach service,$(SERVICES),docker build -f services/$(service)/Dockerfile -t evolving-$(subst _,-,$(service)):dev . &&) true

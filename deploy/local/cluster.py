@@ -52,6 +52,7 @@ class ClusterSpec:
     gateway_port: int = 7000
     initial_split: str = "2P1D"
     node_flags: tuple[str, ...] = ()  # more flags for every node agent
+    gateway_flags: tuple[str, ...] = ()  # more flags for every gateway
     service_flags: tuple[str, ...] = ()  # more flags for every service, nodes included
     start_timeout_s: float = 300.0
     grace_s: float = 20.0
@@ -187,7 +188,7 @@ class LocalCluster:
         tokenizer = ["--tokenizer-path", str(self.spec.model_path)] if has_tokenizer else []
         for index in range(self.spec.gateways):
             port = self.spec.gateway_port + index if self.spec.gateway_port else 0
-            self.start_service(_numbered("gateway", index), "gateway", port, *tokenizer)
+            self.start_service(_numbered("gateway", index), "gateway", port, *tokenizer, *self.spec.gateway_flags)
 
     def start_node(self, node_id: str) -> None:
         """Start one node agent with its engine."""

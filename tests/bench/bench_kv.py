@@ -1,0 +1,164 @@
+"""How much reuse the pool loses, by policy and size, and what fetching under the wait saves, on real agent sessions.
+
+    make bench-kv TRACE=claude_code.jsonl.xz           about an hour (or: python tests/bench/bench_kv.py --trace FILE)
+    make bench-kv TRACE=claude_code.jsonl.xz QUICK=1   minutes; fewer arms and sessions
+
+Each arm has a cluster of its own: etcd, the services and six nodes with the mock engine, all as processes. A first arm
+with host memory that never fills tells the peak active working set: most copies that branches counted at a moment, over
+all nodes. The policy arms get shares of it as host memory. What a single pool could have saved, computed from the trace
+alone, stands beside each. Writes build/bench-kv.json; shares and losses are of prompt tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "deploy" / "local"))
+from bench.kv_arm import Arm, Measured, measure, pool_tokens
+from bench.kv_bars import bars
+from bench.kv_plan import QUICK, Plan, fetch_sessions, policy_sessions
+from cluster import ROOT
+
+from evolving_sim.oracle import Policy, simulate
+from evolving_sim.trace_files import read_sessions
+from evolving_sim.traces import TraceSession
+from evolving_sim.workload import make_workload
+
+OUTPUT = ROOT / "build" / "bench-kv.json"
+STAGGER_S = 600.0  # the first sessions start spread over so much of the trace's time, seconds
+FETCH_STAGGER_S = 60.0
+FETCH_FLAGS = {
+    "async": ((), ()),
+    "at_start": (("--fetch-start", "admission"), ()),
+    "recompute": ((), ("--fetch-from-peers", "false")),
+}
+"""Flags of nodes and gateway."""
+
+
+def policy_arms(sessions: Sequence[TraceSession], plan: Plan) -> Iterator[dict[str, Any]]:
+    """The arm that never evicts, then each share with both policies."""
+
+    def arm(name: str, **more: Any) -> Arm:
+        return Arm(name, sessions, plan.concurrency, plan.compression, **more)
+
+    whole = told("a pool that never fills", arm("never fills"), plan, STAGGER_S)
+    yield {"pool_share": None, "policy": "never evicts", **_policy_row(whole), "oracle": None}
+    workload = make_workload(sessions, plan.concurrency, STAGGER_S)
+    for share in plan.pool_shares:
+        l2_tokens = pool_tokens(whole.peak_held_blocks, share, plan.nodes)
+        capacity = int(share * workload.peak_counted_blocks)
+        oracle = {policy.value: simulate(workload, capacity, policy).lost_reuse for policy in Policy}
+        for policy in ("agent", "lru"):
+            name = f"pool {share}, {policy}"
+            measured = told(name, arm(name, l2_tokens=l2_tokens, node_flags=("--eviction", policy)), plan, STAGGER_S)
+            yield {"pool_share": share, "policy": policy, **_policy_row(measured), "oracle": oracle}
+
+
+def fetch_arms(sessions: Sequence[TraceSession], plan: Plan) -> Iterator[dict[str, Any]]:
+    """The same requests with each way to get KV from peers."""
+    coefficients = ",".join(map(str, plan.prefill_coefficients))
+    for mode in plan.fetch_modes:
+        node_flags, gateway_flags = FETCH_FLAGS[mode]
+        arm = Arm(
+            f"fetch {mode}",
+            sessions,
+            plan.fetch_concurrency,
+            plan.fetch_compression,
+            node_flags=("--prefill-coefficients", coefficients, *node_flags),
+            gateway_flags=gateway_flags,
+        )
+        measured = told(arm.name, arm, plan, FETCH_STAGGER_S)
+        report = measured.report
+        yield {
+            "mode": mode,
+            "ttft_p95_s": report.ttft.p95_s,
+            "hidden_share": report.hidden_share,
+            "ttft_p50_s": report.ttft.p50_s,
+            "ttft_mean_s": report.ttft.mean_s,
+            "fetch_s": report.fetch_s,
+            "lost_by": dict(report.lost_by),
+            **_reuse(measured),
+        }
+
+
+def _policy_row(measured: Measured) -> dict[str, Any]:
+    report = measured.report
+    return {
+        "lost_reuse": report.lost_reuse,
+        "lost_by": dict(report.lost_by),
+        **_reuse(measured),
+    }
+
+
+def _reuse(measured: Measured) -> dict[str, Any]:
+    report = measured.report
+    return {
+        "hit_rate": report.hit_rate,
+        "ideal_hit_rate": report.ideal_hit_rate,
+        "beyond_ideal": report.beyond_ideal,
+        "cached_by": dict(report.cached_by),
+        "most_loaded_prefill": report.most_loaded_prefill,
+        **measured.seen,
+    }
+
+
+def told(what: str, arm: Arm, plan: Plan, stagger_s: float) -> Measured:
+    """Measure an arm and say what came of it."""
+    print(f"{what}: {len(arm.sessions)} sessions, {arm.concurrency} at a time, {arm.compression:g} times as fast")
+    measured = measure(arm, plan, stagger_s)
+    report = measured.report
+    hidden = "" if report.hidden_share is None else f", {100 * report.hidden_share:.1f} % of fetch time hidden"
+    print(
+        f"  {report.requests} requests in {report.wall_s:.0f} s, {report.failed} failed; "
+        f"{100 * report.hit_rate:.2f} % reused of ideally {100 * report.ideal_hit_rate:.2f}, "
+        f"{100 * report.lost_reuse:.2f} % lost; P95 TTFT {report.ttft.p95_s:.3f} s{hidden}; "
+        f"{measured.peak_held_blocks} copies counted at most; "
+        f"audit {'clean' if measured.seen['audit']['clean'] else 'NOT CLEAN'}",
+        flush=True,
+    )
+    return measured
+
+
+def main(
+    trace: Annotated[Path, typer.Option(help="Recorded agent sessions, Weka/AgentX form.")],
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer arms and sessions: minutes, not an hour.")] = False,
+) -> None:
+    """Measure, write build/bench-kv.json, and show which bars are met."""
+    begun_s = time.monotonic()
+    plan = QUICK if quick else Plan()
+    recorded = list(read_sessions(trace))
+    played, fetched = policy_sessions(recorded, plan), fetch_sessions(recorded, plan)
+    never_fills, *arms = policy_arms(played, plan)
+    result: dict[str, Any] = {
+        "arms": arms,
+        "fetch": list(fetch_arms(fetched, plan)),
+        "peak_active_working_set_blocks": never_fills["peak_held_blocks"],
+        "never_evicts": never_fills,
+        "quick": quick,
+        "plan": plan.as_json(),
+    }
+    result["bars"] = [bar.as_json() for bar in bars(result)]
+    result["wall_s"] = round(time.monotonic() - begun_s, 1)
+    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
+    OUTPUT.write_text(json.dumps(result, indent=1) + "\n")
+    show(result)
+
+
+def show(result: dict[str, Any]) -> None:
+    """A table, the missed bars marked."""
+    print(f"\n{'':52} {'bar':>18} {'value':>28}")
+    for bar in result["bars"]:
+        print(f"{bar['name']:52} {bar['bar']:>18} {bar['value']:>28}  {'met' if bar['met'] else 'MISSED'}")
+    print(f"{result['wall_s']:.0f} s; all figures are in {OUTPUT}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

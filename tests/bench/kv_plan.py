@@ -1,0 +1,94 @@
+"""What `bench_kv.py` plays: sessions, pools, nodes, and how fast the nodes pretend to be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from evolving_sim.traces import TraceAgent, TraceSession
+
+BLOCK_TOKENS = 64
+BYTES_PER_TOKEN = 4  # of the mock's KV; rates are scaled to it, since only the time a fetch takes matters
+NEVER_EVICTS_TOKENS = 32_000_000  # host memory of a node: more than all sessions produce
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One run. Durations are of the trace, before compression, unless said otherwise."""
+
+    nodes: int = 6
+    split: str = "3P3D"
+    # Policy arms.
+    sessions: int = 120
+    concurrency: int = 40
+    compression: float = 100.0
+    session_hours: float = 6.0
+    # Longer prompts need more device memory on every node (twice the longest context each), which would be a second
+    # pool beside the one measured.
+    prompt_tokens: int = 160_000
+    pool_shares: tuple[float, ...] = (1.2, 1.0, 0.86, 0.5)
+    # Fetch arms: the same first requests of sessions with little idle time, on a model slow enough to load the nodes.
+    fetch_modes: tuple[str, ...] = ("async", "at_start", "recompute")
+    fetch_sessions: int = 60
+    fetch_requests: int = 24  # of each session's main agent, at most
+    fetch_concurrency: int = 60
+    fetch_compression: float = 10.0
+    fetch_span_s: float = 1500.0  # sessions whose first requests were recorded within so long
+    # Equation 1 in the fetch arms: about 5,000 tokens a second, and what attention to a long context costs.
+    prefill_coefficients: tuple[float, ...] = (0.004, 2e-4, 1e-9, 4e-7, 0.0)
+    # 70 KB of KV a token over 10 GB/s, one read.
+    fetch_tokens_per_s: float = 140_000.0
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest prompt with its output."""
+        return self.prompt_tokens + 16_384
+
+    @property
+    def l1_tokens(self) -> int:
+        """Device memory of a node: the least the engine takes, one prefill and one decode of the longest context."""
+        return 2 * self.context_tokens
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields by name."""
+        return asdict(self)
+
+
+QUICK = replace(
+    Plan(),
+    sessions=40,
+    concurrency=30,
+    compression=200.0,
+    session_hours=2.0,
+    pool_shares=(0.86,),
+    fetch_modes=("async", "at_start"),
+    fetch_sessions=30,
+    fetch_requests=10,
+    fetch_concurrency=30,
+    fetch_span_s=600.0,
+)
+"""Within ten minutes: that everything runs, not what it measures."""
+
+
+def policy_sessions(trace: Sequence[TraceSession], plan: Plan) -> list[TraceSession]:
+    """The first sessions of the trace that keep the limits."""
+    fitting = [session for session in trace if _fits(session, plan)]
+    return fitting[: plan.sessions]
+
+
+def fetch_sessions(trace: Sequence[TraceSession], plan: Plan) -> list[TraceSession]:
+    """The first sessions with little idle time, cut to their first requests."""
+    cut = [_cut(session, plan.fetch_requests) for session in trace if _fits(session, plan)]
+    return [session for session in cut if session.duration_s <= plan.fetch_span_s][: plan.fetch_sessions]
+
+
+def _fits(session: TraceSession, plan: Plan) -> bool:
+    return session.duration_s <= plan.session_hours * 3600 and session.longest_prompt_tokens <= plan.prompt_tokens
+
+
+def _cut(session: TraceSession, requests: int) -> TraceSession:
+    main = replace(session.agents[0], requests=session.agents[0].requests[:requests])
+    agents: list[TraceAgent] = [main]
+    agents += [agent for agent in session.agents[1:] if agent.starts_after < len(main.requests)]
+    return replace(session, agents=tuple(agents))
