@@ -349,6 +349,12 @@ class Model:
             homes = branch.homes[phase]
             branch.homes[phase] = {name: home for name, home in homes.items() if home != node_id}
 
+    def restart(self) -> None:
+        """The directory starts again from its log: what nodes hold is to be told anew, all else is as it was."""
+        for node_id, node in self.nodes.items():
+            self.nodes[node_id] = ModelNode(node.incarnation, lost=True)
+        self.counters.clear()
+
     def role_switch(self, node_id: str, old: Role, new: Role) -> bool:
         """§4.1: only DECODE→PREFILL touches anything; False: nothing happened."""
         if (old, new) != (Role.DECODE, Role.PREFILL):
@@ -357,8 +363,6 @@ class Model:
         if self.config.decode_to_prefill is DecodeToPrefill.RESET:
             for phase in Phase:
                 self._drop_homes(node_id, phase)
-            for held in node.held.values():
-                held.clear()
             return True
         for branch in self.live_branches():
             prefill_homes = branch.homes[Phase.PREFILL]

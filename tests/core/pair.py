@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from hashlib import sha256
-from typing import TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 import pytest
 from core.model import Key, Model, ModelBranch, ModelNode, Name, common_prefix, split_names
@@ -14,9 +15,12 @@ from core.tally import Tally
 from evolving.core import directory_types as types
 from evolving.core.config import DirectoryConfig
 from evolving.core.directory import Directory
+from evolving.core.directory_log import LogEntry
+from evolving.core.directory_snapshot import SnapshotPart
 from evolving.core.directory_types import Begin, BeginKind, Effect, Landed, Match, NodeEvent, Output
 from evolving.core.errors import CoreError, NeedFull, StaleVersion
 from evolving.core.terms import ANCHOR_BLOCKS, Phase, Role, Tier
+from evolving_directory.records import decode, encode
 
 Kind = TypeVar("Kind")
 
@@ -35,6 +39,13 @@ def run_ref(path: Sequence[Name], first: int, end: int) -> types.RunRef:
     return types.RunRef(anchor, b"".join(path[anchor:end]), first - anchor)
 
 
+class Checkpoint(NamedTuple):
+    """What is on the disk at some moment, and what the directory is then."""
+
+    entries: int
+    model: Model
+
+
 class Pair:
     """Both of them, and what the nodes know: the counts each was pushed, the blocks each really holds."""
 
@@ -46,12 +57,18 @@ class Pair:
         self.pushed: dict[str, dict[Name, int]] = {}  # node -> counts it evicts by
         self.heard: dict[str, set[Name]] = {}  # node in a resync -> blocks whose count it heard of since
         self.effects: list[Effect] = []  # of the last event
+        self.listeners: list[Callable[[list[Effect]], object]] = []  # who else hears of effects
+        self.snapshot: list[bytes] = []  # of the directory's log
+        self.log: list[bytes] = []  # since that snapshot
+        self.core.keep_log(self._append)
 
     # -------------------------------------------------------------------------------------------------------- effects
 
     def _took(self, effects: list[Effect]) -> list[Effect]:
         """Carry out what concerns nodes, as a node would."""
         self.effects = effects
+        for listener in self.listeners:
+            listener(effects)
         for effect in effects:
             assert effect.reason
             if isinstance(effect, types.CountUpdate):
@@ -63,8 +80,6 @@ class Pair:
             elif isinstance(effect, types.CountsComplete):
                 counts, heard = self.pushed[effect.node_id], self.heard.pop(effect.node_id)
                 self.pushed[effect.node_id] = {name: count for name, count in counts.items() if name in heard}
-            elif isinstance(effect, types.ClearMemory):
-                self.pushed[effect.node_id] = {}
         return effects
 
     def told(self, kind: type[Kind]) -> list[Kind]:
@@ -191,7 +206,7 @@ class Pair:
                 wakeup_s = self.core.next_wakeup_s()
                 if wakeup_s is None or wakeup_s > self.now_s:
                     break
-                assert not self._took(self.core.tick(self.now_s))
+                assert all(isinstance(each, types.CountUpdate) for each in self._took(self.core.tick(self.now_s)))
             assert wakeup_s == due_s
         return ended
 
@@ -218,10 +233,14 @@ class Pair:
         self.heard.pop(node_id, None)
         self._took(effects)
 
-    def role_switch(self, node_id: str, old: Role, new: Role) -> bool:
-        """A node's role changes; returns whether that concerned the directory."""
+    def role_switch(self, node_id: str, old: Role, new: Role, settle: bool = True) -> bool:
+        """A node's role changes, and with `settle` all branches have taken that; returns whether that concerned the
+        directory."""
         self._took(self.core.role_switch(self.now_s, node_id, old, new))
-        return self.model.role_switch(node_id, old, new)
+        mattered = self.model.role_switch(node_id, old, new)
+        if settle:
+            self.advance(0.0, settle=True)
+        return mattered
 
     def node_events(self, node_id: str, sequence: int, events: Sequence[NodeEvent]) -> str:
         """A batch of a node's events; returns what became of it."""
@@ -284,6 +303,40 @@ class Pair:
         self._took(self.core.resync_end(self.now_s, node_id, node.incarnation, sequence))
         assert [effect.node_id for effect in self.told(types.CountsComplete)] == [node_id]
         node.sequence, node.lost, node.in_snapshot = sequence, False, False
+
+    # ------------------------------------------------------------------------------------------------------- restarts
+
+    def _append(self, entry: LogEntry) -> None:
+        self.log.append(encode(entry))
+
+    def _rebuilt(self, log: Sequence[bytes]) -> Directory:
+        parts = (cast("SnapshotPart", decode(part)) for part in self.snapshot)
+        directory = Directory.restore(self.model.config, parts)
+        for entry in log:
+            directory.replay(cast("LogEntry", decode(entry)))
+        return directory
+
+    def compact(self, entries: int) -> None:
+        """Turn the first entries of the log into a snapshot."""
+        self.snapshot = [encode(part) for part in self._rebuilt(self.log[:entries]).snapshot()]
+        del self.log[:entries]
+
+    def checkpoint(self) -> Checkpoint:
+        """What a restart would come back to if nothing more reached the disk."""
+        return Checkpoint(len(self.log), deepcopy(self.model))
+
+    def restart(self, lost_since: Checkpoint | None = None) -> None:
+        """The directory dies and starts again from snapshot and log. lost_since: what came later never got that far."""
+        if lost_since is not None:
+            del self.log[lost_since.entries :]
+            self.model = lost_since.model
+        self.core = self._rebuilt(self.log)
+        self.core.keep_log(self._append)
+        self.model.restart()
+        for node_id in self.model.nodes:
+            self.pushed.setdefault(node_id, {})
+            self.heard[node_id] = set()
+        self.compare()
 
     # ------------------------------------------------------------------------------------------------------ comparing
 

@@ -7,7 +7,7 @@ be asked is compared.
 from __future__ import annotations
 
 import pytest
-from core.machine_nodes import NodeRules
+from core.machine_restarts import RestartRules
 from core.machine_world import BRANCHES, SEEN, bases, branches, cuts, nodes, phases, picks, shapes, tails
 from core.model import Key, Name
 from core.pair import assert_raises_unchanged, chain
@@ -22,8 +22,8 @@ from evolving.core.errors import InvalidArgument
 from evolving.core.terms import Phase
 
 
-class DirectoryMachine(NodeRules):
-    """The rules about branches; those about nodes are inherited."""
+class DirectoryMachine(RestartRules):
+    """The rules about branches; those about nodes and restarts are inherited."""
 
     # -------------------------------------------------------------------------------------------------------- branches
 
@@ -305,6 +305,9 @@ EVERYTHING = {
     *("batch taken", "batch ignored", "batch gap", "batch unknown parent", "batch of an unknown node"),
     *("again ignored", "resync", "resync ended", "switch without effect", "look"),
     *(f"switch to prefill, {rule_}" for rule_ in DecodeToPrefill),
+    *("restart from the log alone", "restart from a snapshot", "compacted", "restart, then all resynced"),
+    *("crash before the append", "crash after ends"),
+    *(f"restart after {what}" for what in ("switch", "fork", "family", "base of copies")),
 }
 
 
@@ -327,7 +330,7 @@ def _run(examples: int, steps: int, *more: Stage) -> None:
 @pytest.mark.timeout(600)
 def test_the_directory_does_what_the_rules_say() -> None:
     SEEN.clear()
-    _run(200, 60)
+    _run(150, 60)
     assert set(SEEN) >= EVERYTHING, EVERYTHING - set(SEEN)
 
 

@@ -38,3 +38,13 @@ class NodeTooSlow(ServiceError):
 
     reason = "NODE_TOO_SLOW"
     status = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class JournalFailed(ServiceError):
+    """What the call changed can't be made durable now: the disk fails. Try again; the same ids change nothing twice."""
+
+    reason = "JOURNAL_FAILED"
+    status = grpc.StatusCode.UNAVAILABLE
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why, retry_after_s=1.0)

@@ -23,6 +23,13 @@ class DirectoryMetrics:
         self.cut_streams = metrics.counter("directory_cut_streams", "Node streams ended by the directory.", ("reason",))
         self.ended_branches = metrics.counter("directory_ended_branches", "Branches that ended.", ("by",))
         self.ignored = metrics.counter("directory_ignored_events", "Events that changed nothing.", ("kind",))
+        self.journal_seconds = metrics.histogram(
+            "directory_journal_seconds",
+            "Time to write and sync what gathered for the journal.",
+            buckets=_FINE_BUCKETS_S,
+        )
+        self.journal_bytes = metrics.counter("directory_journal_bytes", "Bytes written to the journal.")
+        self.journal_failures = metrics.counter("directory_journal_failures", "Times the journal's disk failed.")
         self._term = metrics.gauge("directory_term", "Term of this directory.")
         self._branches = metrics.gauge("directory_live_branches", "Branches that are alive.")
         self._tombstones = metrics.gauge("directory_tombstones", "Ended branches whose id is still refused.")
