@@ -125,8 +125,10 @@ class Node:
     counts: dict[bytes, int] = field(default_factory=dict)
     complete: bool = False  # has all counts of the term it last heard of
     acknowledged: int = 0
+    reports_acknowledged: int = 0
     resyncs: list[str] = field(default_factory=list)
     retiers: list[str] = field(default_factory=list)
+    clears: list[str] = field(default_factory=list)
     count_sequences: list[int] = field(default_factory=list)
     answer_resyncs: bool = True
     error: grpc.aio.AioRpcError | None = None  # why the stream ended
@@ -274,7 +276,7 @@ class Node:
         self.known_term = message.term
         kind = message.WhichOneof("event")
         if kind == "ack":
-            self.acknowledged = message.ack.sequence
+            self.acknowledged, self.reports_acknowledged = message.ack.sequence, message.ack.reports
         elif kind == "resync":
             self.resyncs.append(message.resync.reason)
             self._heard, self.complete = {}, False
@@ -287,6 +289,8 @@ class Node:
             query_id = message.counts_query.query_id
             await self.send(counts_reply=directory_pb2.CountsReply(query_id=query_id, counts=entries[::2]))
             await self.send(counts_reply=directory_pb2.CountsReply(query_id=query_id, counts=entries[1::2], last=True))
+        elif kind == "clear":
+            self.clears.append(message.clear.reason)
         else:
             self.retiers.append(message.retier.reason)
 

@@ -61,7 +61,7 @@ class Story:
         self.requests += 1
         request_id = self.last[key] = f"q{self.requests}"
         prompt = chain(before, rng.choice("ab") * rng.choice([1, 5, 17]))
-        assert pair.begin(Begin(*key, request_id, new_names=b"".join(prompt)), prompt) in BeginKind
+        assert isinstance(pair.begin(Begin(*key, request_id, new_names=b"".join(prompt)), prompt), BeginKind)
         for phase in Phase:
             if rng.random() < 0.8:
                 self.land(key, phase)

@@ -371,6 +371,9 @@ class Life:
         else:
             self.index.sweep(self.rng.choice([1, 5, 100]))
 
+    def blocks(self) -> set[bytes]:
+        return {name for run in self.index.runs() for name in split_names(run.names)}
+
     def check(self) -> None:
         self.index.check_invariants()
         for run, names in self.tips:
@@ -393,3 +396,22 @@ def test_a_random_life_beside_a_naive_index(seed: int) -> None:
     while life.index.retired:
         life.index.sweep(7)
     assert (life.index.run_count, life.index.block_count) == (0, 0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_visit_meets_every_block_that_stays_whatever_happens_between_its_parts(seed: int) -> None:
+    life = Life(seed)
+    for _ in range(60):
+        life.step()
+    stayed = life.blocks()
+    met: set[bytes] = set()
+    with life.index.visit() as visit:
+        while not visit.over:
+            for run in visit.take(life.rng.choice([1, 2, 5])):
+                assert run.size
+                met.update(split_names(run.names))
+            for _ in range(life.rng.randrange(4)):
+                life.step()
+                stayed &= life.blocks()
+    assert stayed <= met
+    assert visit not in life.index.visits

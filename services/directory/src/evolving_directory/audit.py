@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from evolving.core.directory_types import AuditReport
 from evolving.internal.v1 import directory_pb2
 from evolving_directory.host import Host
+from evolving_directory.slices import in_turns
 
 
 @dataclass(slots=True)
@@ -56,6 +57,8 @@ class CountsQueries:
 
 async def audit(host: Host, queries: CountsQueries, timeout_s: float) -> tuple[AuditReport, list[str]]:
     """The comparison, and the nodes that could not be asked."""
-    answers = await queries.ask(host, timeout_s)
-    report = host.directory.audit({node: counts for node, counts in answers.items() if node in host.known_nodes})
+    with host.directory.visit() as visit:  # what changes from here on is left out
+        answers = await queries.ask(host, timeout_s)
+        known = {node: counts for node, counts in answers.items() if node in host.known_nodes}
+        report = await in_turns(host.directory.audit_in_parts(visit, known))
     return report, sorted(set(host.known_nodes) - answers.keys())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import closing
 
 from evolving.core.directory import Directory
 from evolving.core.directory_types import (
@@ -22,38 +23,65 @@ from evolving.runtime.clock import Clock
 from evolving.runtime.errors import NotReady
 from evolving.runtime.log import get_logger
 from evolving.runtime.tasks import first_of
-from evolving_directory.errors import StreamReplaced, Superseded
+from evolving_directory.errors import JournalFailed, StreamReplaced, Superseded
+from evolving_directory.journal import Journal
 from evolving_directory.metrics import DirectoryMetrics
 from evolving_directory.outbox import Outbox
+from evolving_directory.records import RoleTaken
 
 _SHOW_EVERY_S = 1.0
+_RECONNECT_S = 15.0  # nodes known before a restart have so long to come back, registered or not
 _log = get_logger(__name__)
 
 
 class Host:
-    """One per process. State changes happen between awaits; whatever a change caused is in the outboxes before the
-    next one starts."""
+    """One per process. State changes happen between awaits; whatever a change caused is in the outboxes and in the
+    journal before the next one starts. Nobody is told that a change was taken before `journal.settled`."""
 
-    def __init__(self, directory: Directory, clock: Clock, metrics: DirectoryMetrics) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        clock: Clock,
+        metrics: DirectoryMetrics,
+        journal: Journal,
+        origin_s: float = 0.0,
+        roles: Mapping[str, Role] | None = None,
+    ) -> None:
+        """origin_s: what to add to the clock's `now_s` so that the directory's time goes on where it was before a
+        restart. roles: of the nodes it knew then."""
         self.directory = directory
         self.clock = clock
         self.metrics = metrics
+        self.journal = journal
         self.term = 0  # 0: not taken yet
         self.newer_term = 0  # of the directory that superseded this one; 0: none
         self.superseded = asyncio.Event()
         self.outboxes: dict[str, Outbox] = {}  # of nodes whose stream has not ended
-        self._known: set[str] = set()  # nodes the core has
+        self._origin_s = origin_s
+        self._known = {node.node_id for node in directory.stats().nodes}  # nodes the core has
+        self._expected = set(self._known)  # nodes known before a restart that may be about to come back
+        self._draining = False
         self._registered: set[str] | None = None  # nodes etcd has; None: not told yet
-        self._roles: dict[str, Role] = {}
+        self._wanted_roles: dict[str, Role] = {}  # as etcd has them
+        self._roles: dict[str, Role] = dict(roles or {})  # of known nodes, what follows from changes being under way
+        self._journaled_roles = dict(self._roles)  # the same, once it is done
+        self._orders: dict[str, FreeL1 | ClearMemory] = {}  # of nodes that were away when their role changed
         self._wake = asyncio.Event()
         self._sleeps_until_s = float("inf")
+
+    def now_s(self) -> float:
+        """The directory's time, seconds. It goes on while the process is down, so that branches age."""
+        return self._origin_s + self.clock.now_s()
 
     # ------------------------------------------------------------------------------------------------ standing
 
     def check_serving(self) -> None:
-        """Raises NotReady before the term is taken, Superseded once another directory has a higher one."""
+        """Raises NotReady before the term is taken, Superseded once another directory has a higher one, JournalFailed
+        while nothing can be made durable."""
         if self.newer_term:
             raise Superseded(self.term, self.newer_term)
+        if self.journal.failed:
+            raise JournalFailed(self.journal.failed)
         if not self.term:
             raise NotReady("the directory has no term yet", retry_after_s=1.0)
 
@@ -66,8 +94,15 @@ class Host:
             for outbox in self.outboxes.values():
                 outbox.close(Superseded(self.term, term))
 
+    def journal_changed(self, failed: str) -> None:
+        """The journal fails, or works again: "". Nodes send what was not acknowledged once they may connect anew."""
+        if failed:
+            for outbox in self.outboxes.values():
+                outbox.close(JournalFailed(failed))
+
     async def close_streams(self) -> None:
         """Let every node go, for a drain: a stream has no end of its own."""
+        self._draining = True
         for outbox in list(self.outboxes.values()):
             outbox.close(NotReady("the directory is stopping", retry_after_s=1.0))
 
@@ -83,31 +118,41 @@ class Host:
 
     # --------------------------------------------------------------------------------------------------- nodes
 
-    def connect(self, hello: directory_pb2.NodeHello, outbox: Outbox) -> None:
-        """A node opened its stream; an older stream of it ends. Raises Superseded, InvalidArgument."""
+    def connect(self, hello: directory_pb2.NodeHello, outbox: Outbox) -> bool:
+        """A node opened its stream; an older stream of it ends. Returns whether it needs all its counts now, and not
+        after a resync. Raises Superseded, InvalidArgument."""
         self.meet_term(hello.known_term)
         self.check_serving()
         node_id = hello.node_id
-        effects = self.directory.node_up(self.clock.now_s(), node_id, hello.incarnation, hello.next_sequence)
+        effects = self.directory.node_up(self.now_s(), node_id, hello.incarnation, hello.next_sequence)
         replaced = self.outboxes.get(node_id)
         if replaced is not None:
             self.metrics.cut_streams.labels("replaced").inc()
             replaced.close(StreamReplaced(f"node {node_id} opened another stream"))
         self._known.add(node_id)
+        self._expected.discard(node_id)
         self.outboxes[node_id] = outbox
         resyncs = any(isinstance(effect, NeedResync) for effect in effects)
         _log.info("node_connected", node=node_id, incarnation=hello.incarnation, resyncs=resyncs)
         self.carry_out(effects)
-        if not resyncs:  # what an earlier stream did not deliver is lost, so all counts are sent again
-            self.send_all_counts(node_id)
-            outbox.acknowledge(max(0, hello.next_sequence - 1))
+        self._take_roles()
+        order = self._orders.pop(node_id, None)
+        if order is not None and self._roles.get(node_id) is Role.PREFILL:
+            self._tell_node(order)
+        return not resyncs
 
-    def send_all_counts(self, node_id: str) -> None:
-        """Bring a node whose copies are known here to this directory's counts."""
-        outbox = self.outboxes[node_id]
-        for names, count in self.directory.node_counts(node_id):
-            outbox.counts(names, count)
+    async def send_all_counts(self, hello: directory_pb2.NodeHello, outbox: Outbox) -> None:
+        """Bring a node whose copies are known here to this directory's counts: what an earlier stream did not deliver
+        is lost. Nothing may be taken from the node meanwhile; changes in between are in their place."""
+        with closing(self.directory.node_counts_in_parts(hello.node_id)) as parts:
+            for part in parts:
+                for names, count in part:
+                    outbox.counts(names, count)
+                await asyncio.sleep(0)
+                if outbox.closed:
+                    return
         outbox.counts_complete()
+        outbox.acknowledge(max(0, hello.next_sequence - 1))
 
     def disconnect(self, node_id: str, outbox: Outbox) -> None:
         """A stream is over. Its copies stay while etcd has the node, but nobody is sent to read them."""
@@ -120,22 +165,42 @@ class Host:
     def set_nodes(self, registered: Collection[str], roles: Mapping[str, Role]) -> None:
         """The nodes etcd has, and the roles in effect."""
         self._registered = set(registered)
+        self._wanted_roles = dict(roles)
         self._drop_gone()
-        for node_id, role in roles.items():
+        self._take_roles()
+
+    def _take_roles(self) -> None:
+        """Let known nodes have the roles that etcd says. What a switch to prefill claims is decided by what the node
+        holds, so it waits until that is known: also one that came while this directory was down."""
+        for node_id, role in self._wanted_roles.items():
             old = self._roles.get(node_id, role)
-            if old is not role and node_id in self._known:
+            if node_id not in self._known or (old is not role and self.directory.awaits_resync(node_id)):
+                continue
+            self._roles[node_id] = role
+            if old is not role:
                 _log.info("role_switched", node=node_id, old=old.name, new=role.name)
-                self.carry_out(self.directory.role_switch(self.clock.now_s(), node_id, old, role))
-        self._roles = dict(roles)
+                self.carry_out(self.directory.role_switch(self.now_s(), node_id, old, role))
+        self._journal_roles()
+
+    def _journal_roles(self) -> None:
+        """Write down roles once what follows from them is done: a switch cut short by a restart is begun again."""
+        for node_id, role in self._roles.items():
+            if self._journaled_roles.get(node_id) is not role and not self.directory.turning(node_id):
+                self._journaled_roles[node_id] = role
+                self.journal.append(RoleTaken(node_id, role))
 
     def _drop_gone(self) -> None:
-        """A node is gone when etcd has it no more and its stream is broken. Either alone may be a moment's trouble."""
-        if self._registered is None:
+        """A node is gone when etcd has it no more and its stream is broken. Either alone may be a moment's trouble, and a
+        stream that this directory itself ended says nothing."""
+        if self._registered is None or self._draining or self.journal.failed:
             return
-        for node_id in self._known - self._registered - self.connected:
+        for node_id in self._known - self._registered - self.connected - self._expected:
             _log.warning("node_gone", node=node_id)
             self._known.discard(node_id)
-            self.carry_out(self.directory.node_gone(self.clock.now_s(), node_id))
+            self._roles.pop(node_id, None)
+            self._orders.pop(node_id, None)
+            self._journaled_roles.pop(node_id, None)
+            self.carry_out(self.directory.node_gone(self.now_s(), node_id))
 
     # ------------------------------------------------------------------------------------------------- effects
 
@@ -164,15 +229,19 @@ class Host:
         if isinstance(effect, NeedResync):
             self.metrics.resyncs.inc()
             _log.info("resync_asked", node=effect.node_id, reason=effect.reason)
-        if outbox is None:
-            return  # it hears everything when it connects again
+        if outbox is None or outbox.closed:
+            if isinstance(effect, FreeL1 | ClearMemory):
+                self._orders[effect.node_id] = effect
+            return  # of all else it hears when it connects again
         if isinstance(effect, NeedResync):
             outbox.resync(effect.reason)
         elif isinstance(effect, CountsComplete):
             outbox.counts_complete()
-        else:
-            assert isinstance(effect, FreeL1), "the service never configures the rule that empties a node's memory"
+            self._take_roles()
+        elif isinstance(effect, FreeL1):
             outbox.retier(effect.reason)
+        else:
+            outbox.clear(effect.reason)
 
     # ---------------------------------------------------------------------------------------------------- time
 
@@ -181,12 +250,19 @@ class Host:
         while True:
             self._wake.clear()
             due_s = self.directory.next_wakeup_s()
-            now_s = self.clock.now_s()
+            now_s = self.now_s()
             if due_s is None or due_s > now_s:
                 await self._sleep_until(due_s, now_s)
                 continue
             self.carry_out(self.directory.tick(now_s))
+            self._journal_roles()
             await asyncio.sleep(0)
+
+    async def give_up_absent(self) -> None:
+        """Some time after a restart, give up nodes that did not come back and that etcd does not have either."""
+        await self.clock.sleep(_RECONNECT_S)
+        self._expected.clear()
+        self._drop_gone()
 
     async def show_sizes(self) -> None:
         """Keep the gauges fresh, for ever."""

@@ -42,7 +42,7 @@ class InternalDirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
         if not request.branch.branch_id:
             return self._match(request)
         event = begin_from_proto(request, request.tenant)
-        started_s = self._host.clock.now_s()
+        started_s = self._host.now_s()
         try:
             if request.rematch:
                 match = self._host.directory.rematch(started_s, event)
@@ -50,17 +50,19 @@ class InternalDirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
             answer, effects = self._host.directory.begin(started_s, event)
         except NeedFull:
             return directory_pb2.BeginResponse(need_full=True)
-        self._host.metrics.begin_seconds.observe(self._host.clock.now_s() - started_s)
+        self._host.metrics.begin_seconds.observe(self._host.now_s() - started_s)
         self._host.carry_out(effects)
+        await self._host.journal.settled()
         return begin_to_proto(answer, self._host.connected)
 
     async def Finish(self, request: directory_pb2.FinishRequest, context: Context) -> directory_pb2.FinishResponse:
         """The gateway's word that a request is over; the node's own comes too."""
         self._check(request.partition_id)
         effects = self._host.directory.request_done(
-            self._host.clock.now_s(), request.tenant, request.branch_id, request.request_id
+            self._host.now_s(), request.tenant, request.branch_id, request.request_id
         )
         self._host.carry_out(effects)
+        await self._host.journal.settled()
         return directory_pb2.FinishResponse()
 
     async def End(self, request: directory_pb2.EndRequest, context: Context) -> directory_pb2.EndResponse:
@@ -69,9 +71,10 @@ class InternalDirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
         for branch_id in request.branch_ids:
             check_id("branch_ids", branch_id)
         effects = self._host.directory.end(
-            self._host.clock.now_s(), request.tenant, list(request.branch_ids), request.subtree
+            self._host.now_s(), request.tenant, list(request.branch_ids), request.subtree
         )
         ended = self._host.carry_out(effects)
+        await self._host.journal.settled()
         return directory_pb2.EndResponse(ended_branch_ids=[branch.branch_id for branch in ended])
 
     async def ReadBranch(
@@ -79,7 +82,7 @@ class InternalDirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
     ) -> directory_pb2.ReadBranchResponse:
         """One branch of a tenant."""
         self._check(request.partition_id)
-        view = self._host.directory.branch(self._host.clock.now_s(), request.tenant, request.branch_id)
+        view = self._host.directory.branch(self._host.now_s(), request.tenant, request.branch_id)
         if view is None:
             raise NotFound(f"no branch {request.branch_id!r}")
         return directory_pb2.ReadBranchResponse(branch=branch_to_proto(view))
@@ -91,9 +94,9 @@ class InternalDirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
         hello = await self._hello(request_iterator)
         host, settings = self._host, self._settings
         outbox = Outbox(host.term, host.clock, settings.count_delay_s, settings.node_backlog_blocks)
-        host.connect(hello, outbox)
+        needs_counts = host.connect(hello, outbox)
         stream = NodeStream(host, self._queries, hello, outbox)
-        reader = asyncio.create_task(_read(stream, request_iterator, outbox))
+        reader = asyncio.create_task(_read(stream, request_iterator, outbox, needs_counts))
         try:
             async for message in outbox.messages():
                 yield message
@@ -123,9 +126,9 @@ class InternalDirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
         if request.base_blocks:
             return directory_pb2.BeginResponse(need_full=True)
         names = check_names("new_names", request.new_names)
-        started_s = self._host.clock.now_s()
+        started_s = self._host.now_s()
         match = self._host.directory.match(started_s, names)
-        self._host.metrics.match_seconds.observe(self._host.clock.now_s() - started_s)
+        self._host.metrics.match_seconds.observe(self._host.now_s() - started_s)
         return directory_pb2.BeginResponse(
             kind=directory_pb2.BEGIN_KIND_NO_BRANCH, match=match_to_proto(match, self._host.connected)
         )
@@ -136,9 +139,16 @@ class InternalDirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
         self._host.check_serving()
 
 
-async def _read(stream: NodeStream, requests: AsyncIterator[directory_pb2.ConnectNodeRequest], outbox: Outbox) -> None:
+async def _read(
+    stream: NodeStream,
+    requests: AsyncIterator[directory_pb2.ConnectNodeRequest],
+    outbox: Outbox,
+    needs_counts: bool,
+) -> None:
     """Read to the end; whatever ended it ends the sending side too."""
     try:
+        if needs_counts:
+            await stream.send_all_counts()
         await stream.read(requests)
     except Exception as error:  # noqa: BLE001 - raised again by the sending side, where the call is answered
         outbox.close(error)

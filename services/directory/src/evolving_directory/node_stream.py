@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import closing
+from functools import partial
 
 from evolving.core.directory_types import Cleared, Effect, Ignored, NeedResync, NodeEvent
 from evolving.core.errors import InvalidArgument
@@ -26,11 +28,16 @@ class NodeStream:
     def __init__(self, host: Host, queries: CountsQueries, hello: directory_pb2.NodeHello, outbox: Outbox) -> None:
         self._host = host
         self._queries = queries
+        self._hello = hello
         self._node_id = hello.node_id
         self._incarnation = hello.incarnation
         self._outbox = outbox
         self._in_snapshot = False
         self._reports = 0  # Landed, Output and RequestDone read from this stream
+
+    async def send_all_counts(self) -> None:
+        """Has to come before anything is read."""
+        await self._host.send_all_counts(self._hello, self._outbox)
 
     async def read(self, requests: AsyncIterator[directory_pb2.ConnectNodeRequest]) -> None:
         """Take what the node sends, in order. Raises CoreError when it sends what can't be."""
@@ -49,11 +56,12 @@ class NodeStream:
             else:
                 self._take_request_event(request, kind)
                 self._reports += 1
-                self._outbox.acknowledge_reports(self._reports)
+                acknowledge = partial(self._outbox.acknowledge_reports, self._reports)
+                self._host.journal.when_settled(acknowledge)
 
     def _take_request_event(self, request: directory_pb2.ConnectNodeRequest, kind: str) -> None:
         """An event of one request that can't be is counted and skipped: the node's other requests go on."""
-        directory, now_s = self._host.directory, self._host.clock.now_s()
+        directory, now_s = self._host.directory, self._host.now_s()
         try:
             if kind == "landed":
                 effects = directory.landed(now_s, landed_from_proto(request.landed, self._node_id))
@@ -73,27 +81,34 @@ class NodeStream:
         if batch.snapshot:
             await self._take_snapshot(batch, events)
             return
-        directory, now_s = self._host.directory, self._host.clock.now_s()
+        directory = self._host.directory
+        of = (self._node_id, self._incarnation, batch.sequence, events)
         self._in_snapshot = False
-        effects = directory.node_events(now_s, self._node_id, self._incarnation, batch.sequence, events)
+        with closing(directory.clear_in_parts(self._host.now_s(), *of)) as parts:
+            for effects in parts:
+                self._host.carry_out(effects)
+                await asyncio.sleep(0)
+                if self._outbox.closed:
+                    return
+        effects = directory.node_events(self._host.now_s(), *of)
         self._host.carry_out(effects)
         if not any(_not_taken(effect) for effect in effects):
             self._outbox.acknowledge(batch.sequence)
 
     async def _take_snapshot(self, batch: directory_pb2.KvBatch, events: Sequence[NodeEvent]) -> None:
-        directory, clock = self._host.directory, self._host.clock
+        host, directory = self._host, self._host.directory
         node = (self._node_id, self._incarnation)
         if not self._in_snapshot:
-            self._host.carry_out(directory.resync_begin(clock.now_s(), *node))
+            self._host.carry_out(directory.resync_begin(host.now_s(), *node))
             self._in_snapshot = True
         for part in _slices(events):
-            self._host.carry_out(directory.resync_events(clock.now_s(), *node, part))
+            self._host.carry_out(directory.resync_events(host.now_s(), *node, part))
             await asyncio.sleep(0)
             if self._outbox.closed:
                 return
         if batch.snapshot_end:
             self._in_snapshot = False
-            self._host.carry_out(directory.resync_end(clock.now_s(), *node, batch.sequence))
+            self._host.carry_out(directory.resync_end(host.now_s(), *node, batch.sequence))
             self._outbox.acknowledge(batch.sequence)
 
 

@@ -75,6 +75,10 @@ class Outbox:
         """The node became a prefill node."""
         self._push(_Response(retier=directory_pb2.Retier(reason=reason)))
 
+    def clear(self, reason: str) -> None:
+        """The node became a prefill node, and the cluster keeps the paper's rule."""
+        self._push(_Response(clear=directory_pb2.Clear(reason=reason)))
+
     def query_counts(self, query_id: int) -> None:
         """Ask what the node evicts by."""
         self._push(_Response(counts_query=directory_pb2.CountsQuery(query_id=query_id)))

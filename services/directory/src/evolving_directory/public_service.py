@@ -14,6 +14,7 @@ from evolving.wire.status import Context
 from evolving_directory.audit import CountsQueries, audit
 from evolving_directory.errors import NotFound
 from evolving_directory.host import Host
+from evolving_directory.slices import in_turns
 
 _PAGE_DEFAULT, _PAGE_MAX = 100, 1000
 
@@ -32,7 +33,7 @@ class PublicDirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
         """Where a block is; see Directory.block for what it costs."""
         if len(request.name) != NAME_BYTES:
             raise InvalidRequest(f"a block's name has {NAME_BYTES} bytes, not {len(request.name)}")
-        view = self._host.directory.block(request.name)
+        view = await in_turns(self._host.directory.block_in_parts(request.name))
         if view is None:
             raise NotFound(f"no copy of block {request.name.hex()} and no branch with it")
         return block_to_proto(view)
@@ -42,7 +43,7 @@ class PublicDirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
     ) -> directory_pb2.ReadBranchResponse:
         """One branch of any tenant."""
         tenant = request.tenant or DEFAULT_TENANT
-        view = self._host.directory.branch(self._host.clock.now_s(), tenant, request.branch_id)
+        view = self._host.directory.branch(self._host.now_s(), tenant, request.branch_id)
         if view is None:
             raise NotFound(f"tenant {tenant!r} has no branch {request.branch_id!r}")
         return directory_pb2.ReadBranchResponse(branch=branch_to_proto(view))
@@ -54,7 +55,7 @@ class PublicDirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
         size = min(request.page_size or _PAGE_DEFAULT, _PAGE_MAX)
         after = _read_token(request.page_token) if request.page_token else None
         views = self._host.directory.branches(
-            self._host.clock.now_s(), after, size + 1, request.tenant or None, request.include_ended
+            self._host.now_s(), after, size + 1, request.tenant or None, request.include_ended
         )
         page = views[:size]
         return directory_pb2.ListBranchesResponse(

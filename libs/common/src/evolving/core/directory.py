@@ -29,7 +29,8 @@ The rules, where the paper leaves them open:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar, cast
 
 from evolving.core import (
     directory_audit,
@@ -58,7 +59,19 @@ from evolving.core.directory_types import (
     Output,
     Stats,
 )
+from evolving.core.runs import Visit
 from evolving.core.terms import Role
+
+Answer = TypeVar("Answer")
+
+
+def finished(parts: Generator[None, None, Answer]) -> Answer:
+    """What a read in parts answers, all parts taken in one go."""
+    try:
+        while True:
+            next(parts)
+    except StopIteration as done:
+        return cast("Answer", done.value)
 
 
 class Directory:
@@ -134,6 +147,14 @@ class Directory:
         self._state.advance(now_s)
         return directory_nodes.node_events(self._state, node_id, incarnation, sequence, events)
 
+    def clear_in_parts(
+        self, now_s: float, node_id: str, incarnation: str, sequence: int, events: Sequence[NodeEvent]
+    ) -> Generator[list[Effect], None, None]:
+        """What a batch is going to clear, cleared part by part before it is taken, so that no other event waits for all
+        of it. Nothing, unless the batch is the node's next one. Raises UnknownNode, StaleIncarnation."""
+        self._state.advance(now_s)
+        return directory_nodes.clear_in_parts(self._state, node_id, incarnation, sequence, events)
+
     def resync_begin(self, now_s: float, node_id: str, incarnation: str) -> list[Effect]:
         """A snapshot follows: the node holds nothing until told. Raises UnknownNode, StaleIncarnation."""
         self._state.advance(now_s)
@@ -198,6 +219,10 @@ class Directory:
         node = self._state.counts.nodes.get(node_id)
         return node is not None and (node.resync_asked or node.resyncing)
 
+    def turning(self, node_id: str) -> bool:
+        """Whether branches have yet to take what a switch of the node's role does to them."""
+        return any(turn.node.node_id == node_id for turn in self._state.turns.open)
+
     @property
     def now_s(self) -> float:
         """The latest time this directory was told."""
@@ -208,10 +233,13 @@ class Directory:
     def block(self, name: bytes) -> BlockView | None:
         """One block; None: no copy and no branch. Raises InvalidArgument.
 
-        The first block of a run, and each whose depth is a multiple of 16, is found at once. Any other is searched for
-        in all runs, which takes about 16 ms at a million blocks in 10,000 runs. Its branches cost a walk over all
-        contexts' runs.
+        The first block of a run, and each whose depth is a multiple of 16, is found at once; any other is searched for
+        in all runs. Then its branches are, among all of them.
         """
+        return finished(self.block_in_parts(name))
+
+    def block_in_parts(self, name: bytes) -> Generator[None, None, BlockView | None]:
+        """The same, yielding every few milliseconds."""
         return directory_views.block(self._state, name)
 
     def branch(self, now_s: float, tenant: str, branch_id: str) -> BranchView | None:
@@ -241,6 +269,11 @@ class Directory:
         """Nonzero counts on a node as (names, count) by run. Walks all runs. Raises UnknownNode."""
         return directory_views.node_counts(self._state, node_id)
 
+    def node_counts_in_parts(self, node_id: str) -> Generator[list[tuple[bytes, int]], None, None]:
+        """The same, part by part while other things happen: with the `CountUpdate`s in between, in order, they amount
+        to the counts at the end. Stops when the node is gone. Raises UnknownNode."""
+        return directory_views.node_counts_in_parts(self._state, node_id)
+
     def stats(self) -> Stats:
         """Sizes and counters."""
         return directory_views.stats(self._state)
@@ -248,7 +281,19 @@ class Directory:
     def audit(self, node_counts: Mapping[str, Mapping[bytes, int]] | None = None) -> AuditReport:
         """Compare incremental counts, a recount from the branch table and, where given by node id, the counts nodes
         evict by (nonzero ones by name). Walks everything."""
-        return directory_audit.audit(self._state, node_counts or {})
+        with self.visit() as visit:
+            return finished(self.audit_in_parts(visit, node_counts or {}))
+
+    def visit(self) -> Visit:
+        """Begin to watch what changes, for an audit. Has to be closed."""
+        return self._state.index.visit(self._state.index.live)
+
+    def audit_in_parts(
+        self, visit: Visit, node_counts: Mapping[str, Mapping[bytes, int]]
+    ) -> Generator[None, None, AuditReport]:
+        """The same, yielding every few milliseconds. What changed since the visit began is left out, so that begin has
+        to come before the nodes are asked."""
+        return directory_audit.audit(self._state, visit, node_counts)
 
     def check_invariants(self) -> None:
         """Assert everything that must hold between events. Walks everything; for tests."""

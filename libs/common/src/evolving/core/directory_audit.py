@@ -1,19 +1,24 @@
 """The audit: counts kept incrementally, counted anew from the branch table, and those nodes evict by, compared.
 
-The recount uses only the branches' contexts and homes, never the runs' own tallies.
+The recount uses only the branches' contexts and homes, never the runs' own tallies. An audit takes its time, part by
+part, and says nothing of runs that change in that time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
+from evolving.core.blocks import split_names
+from evolving.core.branches import Branch
 from evolving.core.directory_state import DirectoryState
 from evolving.core.directory_types import AuditMismatch, AuditReport
 from evolving.core.refcounts import Node, count_at, home_key
-from evolving.core.runs import Run
+from evolving.core.runs import SLICE_RUNS, Run, Visit
 from evolving.core.terms import NAME_BYTES
+
+_SLICE_BRANCHES = 50
 
 
 class _Part(NamedTuple):
@@ -25,37 +30,32 @@ class _Part(NamedTuple):
     homes: dict[int, int]
 
 
-class _Homes(dict[int, list[tuple[int, int, int]]]):
-    """By id of a run: (first, end, home key), one for each branch and phase with a home in the run."""
+_Laid = tuple[int, int, int]
+"""(first, end, home key) of one branch and phase within a run."""
+
+_Homes = dict[Run, list[_Laid]]
 
 
-def _collect(state: DirectoryState) -> _Homes:
-    """Every branch's homes, laid over the runs of its context."""
-    collected = _Homes()
-    for branch in state.table.live.values():
-        path = state.index.path(branch.tip)
-        for phase, homes in branch.homes.items():
-            for first, end, number in homes:
-                for run in path:
-                    begin, until = max(first, run.start), min(end, run.start + run.size)
-                    if begin < until:
-                        collected.setdefault(id(run), []).append((begin, until, home_key(number, phase)))
-    return collected
+def _lay(state: DirectoryState, branch: Branch, collected: _Homes) -> None:
+    """Lay a branch's homes over the runs of its context."""
+    path = state.index.path(branch.tip)
+    for phase, homes in branch.homes.items():
+        for first, end, number in homes:
+            for run in path:
+                begin, until = max(first, run.start), min(end, run.start + run.size)
+                if begin < until:
+                    collected.setdefault(run, []).append((begin, until, home_key(number, phase)))
 
 
-def _parts(state: DirectoryState) -> Iterator[_Part]:
-    """All runs, cut where recounted homes change."""
-    collected = _collect(state)
-    for run in state.index.runs():
-        laid = collected.pop(id(run), [])
-        cuts = sorted({run.start, run.start + run.size, *(cut for first, end, _ in laid for cut in (first, end))})
-        for first, end in pairwise(cuts):
-            homes: dict[int, int] = {}
-            for begin, until, key in laid:
-                if begin <= first and end <= until:
-                    homes[key] = homes.get(key, 0) + 1
-            yield _Part(run, first, end, homes)
-    assert not collected, "a context goes through a run that is not in the index"
+def _parts(run: Run, laid: list[_Laid]) -> Iterator[_Part]:
+    """A run, cut where recounted homes change."""
+    cuts = sorted({run.start, run.start + run.size, *(cut for first, end, _ in laid for cut in (first, end))})
+    for first, end in pairwise(cuts):
+        homes: dict[int, int] = {}
+        for begin, until, key in laid:
+            if begin <= first and end <= until:
+                homes[key] = homes.get(key, 0) + 1
+        yield _Part(run, first, end, homes)
 
 
 class _Report:
@@ -81,18 +81,51 @@ class _Report:
                 self.mismatches.append(AuditMismatch(node_id, name, incremental, recounted, by_node))
 
 
-def audit(state: DirectoryState, node_counts: Mapping[str, Mapping[bytes, int]]) -> AuditReport:
-    """See Directory.audit."""
+def audit(
+    state: DirectoryState, visit: Visit, node_counts: Mapping[str, Mapping[bytes, int]]
+) -> Generator[None, None, AuditReport]:
+    """See Directory.audit_in_parts."""
     report = _Report(state.config.audit_mismatches_max)
     left = {node_id: dict(counts) for node_id, counts in node_counts.items()}
-    for part in _parts(state):
-        for node in state.counts.nodes.values():
-            if (part.run.l1 | part.run.l2) & node.bit:
-                _compare_part(report, part, node, left.get(node.node_id))
+    collected: _Homes = {}
+    for count, branch in enumerate(list(state.table.live.values()), 1):
+        _lay(state, branch, collected)
+        if count % _SLICE_BRANCHES == 0:
+            yield
+    compared: set[Run] = set()
+    while not visit.over:
+        _forget_restarted(state, visit, left)
+        for run in visit.take(SLICE_RUNS):
+            laid = collected.get(run, [])
+            if (laid or run.homes is not None) and run not in visit.changed and run not in compared:
+                compared.add(run)
+                _compare_run(state, report, run, laid, left)
+        yield
+    _forget_restarted(state, visit, left)
+    changed = {name for run in visit.changed for name in split_names(run.names)} if any(left.values()) else set()
     for node_id, counts in left.items():
         for name, count in counts.items():
-            report.compare(node_id, name, 0, 0, count)
+            if name not in changed:
+                report.compare(node_id, name, 0, 0, count)
     return AuditReport(report.compared, report.mismatch_count, tuple(report.mismatches), report.nonzero_after_end)
+
+
+def _forget_restarted(state: DirectoryState, visit: Visit, left: dict[str, dict[bytes, int]]) -> None:
+    """What a node told says nothing any more once it is gone or tells anew what it holds."""
+    for node_id in list(left):
+        node = state.counts.nodes.get(node_id)
+        if node is None or not node.bit & visit.nodes:
+            del left[node_id]
+
+
+def _compare_run(
+    state: DirectoryState, report: _Report, run: Run, laid: list[_Laid], left: dict[str, dict[bytes, int]]
+) -> None:
+    """Compare the blocks of a run on each node that holds it."""
+    for part in _parts(run, laid):
+        for node in state.counts.nodes.values():
+            if (run.l1 | run.l2) & node.bit:
+                _compare_part(report, part, node, left.get(node.node_id))
 
 
 def _compare_part(report: _Report, part: _Part, node: Node, by_node: dict[bytes, int] | None) -> None:
@@ -113,8 +146,13 @@ def check_invariants(state: DirectoryState) -> None:
     """See Directory.check_invariants."""
     state.index.check_invariants()
     state.table.check_invariants()
-    for part in _parts(state):
-        assert (part.run.homes or {}) == part.homes, part
+    collected: _Homes = {}
+    for branch in state.table.live.values():
+        _lay(state, branch, collected)
+    for run in state.index.runs():
+        for part in _parts(run, collected.pop(run, [])):
+            assert (run.homes or {}) == part.homes, part
+    assert not collected, "a context goes through a run that is not in the index"
     tips: dict[int, int] = {}
     for branch in state.table.live.values():
         if branch.tip is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 from evolving.core import directory_turns
 from evolving.core.config import DecodeToPrefill
@@ -19,8 +19,9 @@ from evolving.core.directory_types import (
     Stored,
 )
 from evolving.core.errors import BrokenChain, InvalidArgument, StaleIncarnation, UnknownNode
-from evolving.core.prefix_index import NO_CHANGE, UnknownParent, check_run
+from evolving.core.prefix_index import NO_CHANGE, Change, UnknownParent, check_run
 from evolving.core.refcounts import Node
+from evolving.core.runs import SLICE_RUNS
 from evolving.core.terms import Role, Tier
 
 
@@ -113,22 +114,51 @@ def _apply(state: DirectoryState, node: Node, event: NodeEvent, effects: list[Ef
     """Raises UnknownParent, BrokenChain."""
     if isinstance(event, Stored):
         change = state.index.add_copies(node.bit, event.tier, event.run)
-        blocks = change.blocks
+        if event.tier is Tier.L1:
+            node.l1_blocks += change.blocks
+        else:
+            node.l2_blocks += change.blocks
         if change.touched:
             state.counts.copies_gained(node, change.touched, "copy arrived", effects)
     else:
         if isinstance(event, Cleared):
-            held = node.l1_blocks if event.tier is Tier.L1 else node.l2_blocks
-            change = state.index.clear_tier(node.bit, event.tier) if held else NO_CHANGE
+            change = state.index.clear_tier(node.bit, event.tier) if _held(node, event.tier) else NO_CHANGE
         else:
             change = state.index.remove_copies(node.bit, event.tier, event.run)
-        blocks = -change.blocks
-        if change.touched:
-            state.counts.copies_lost(node, change.touched, "copy left", effects)
-    if event.tier is Tier.L1:
-        node.l1_blocks += blocks
+        _left(state, node, event.tier, change, effects)
+
+
+def _left(state: DirectoryState, node: Node, tier: Tier, change: Change, effects: list[Effect]) -> None:
+    """Copies left a tier of the node."""
+    if tier is Tier.L1:
+        node.l1_blocks -= change.blocks
     else:
-        node.l2_blocks += blocks
+        node.l2_blocks -= change.blocks
+    if change.touched:
+        state.counts.copies_lost(node, change.touched, "copy left", effects)
+
+
+def clear_in_parts(
+    state: DirectoryState, node_id: str, incarnation: str, sequence: int, events: Sequence[NodeEvent]
+) -> Generator[list[Effect], None, None]:
+    """See Directory.clear_in_parts."""
+    node = _node(state, node_id, incarnation)
+    for tier in dict.fromkeys(event.tier for event in events if isinstance(event, Cleared)):
+        with state.index.visit() as visit:
+            while _awaits(node, incarnation, sequence) and not visit.over and _held(node, tier):
+                effects: list[Effect] = []
+                _left(state, node, tier, state.index.clear(node.bit, tier, visit, SLICE_RUNS), effects)
+                yield effects
+
+
+def _awaits(node: Node, incarnation: str, sequence: int) -> bool:
+    """Whether a batch is the next one of a node that is up and in step."""
+    in_step = not node.resync_asked and not node.resyncing
+    return bool(node.bit) and node.incarnation == incarnation and in_step and sequence == node.last_sequence + 1
+
+
+def _held(node: Node, tier: Tier) -> int:
+    return node.l1_blocks if tier is Tier.L1 else node.l2_blocks
 
 
 def resync_begin(state: DirectoryState, node_id: str, incarnation: str) -> list[Effect]:

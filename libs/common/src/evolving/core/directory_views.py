@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 
 from evolving.core.branches import Branch, BranchKey, Tombstone
 from evolving.core.directory_state import DirectoryState
@@ -18,16 +18,18 @@ from evolving.core.directory_types import (
     Stats,
 )
 from evolving.core.errors import InvalidArgument, UnknownNode
-from evolving.core.refcounts import count_at, home_key
-from evolving.core.runs import Run
+from evolving.core.refcounts import Node, count_at, home_key
+from evolving.core.runs import SLICE_RUNS, Run
 from evolving.core.terms import NAME_BYTES, Phase
 
+_SLICE_BRANCHES = 100
 
-def block(state: DirectoryState, name: bytes) -> BlockView | None:
+
+def block(state: DirectoryState, name: bytes) -> Generator[None, None, BlockView | None]:
     """See Directory.block."""
     if len(name) != NAME_BYTES:
         raise InvalidArgument(f"a name has {NAME_BYTES} bytes, got {len(name)}")
-    found = _find(state, name)
+    found = yield from _find(state, name)
     if found is None:
         return None
     run, depth = found
@@ -44,40 +46,44 @@ def block(state: DirectoryState, name: bytes) -> BlockView | None:
                     decode_count=homes.get(home_key(node.number, Phase.DECODE), 0),
                 )
             )
-    branches = _branches_with(state, run)
+    branches = yield from _branches_with(state, name, depth)
     if not copies and not branches:
         return None
     return BlockView(name, depth, tuple(copies), branches)
 
 
-def _find(state: DirectoryState, name: bytes) -> tuple[Run, int] | None:
+def _find(state: DirectoryState, name: bytes) -> Generator[None, None, tuple[Run, int] | None]:
     """The run and depth of a block: by the index, else by looking through all runs."""
     indexed = state.index.indexed(name)
-    for run in state.index.runs() if indexed is None else (indexed,):
-        at = run.names.find(name)
-        while at >= 0 and at % NAME_BYTES:
-            at = run.names.find(name, at + 1)
-        if at >= 0:
-            return run, run.start + at // NAME_BYTES
+    if indexed is not None:
+        return _within(indexed, name)
+    with state.index.visit() as visit:
+        while not visit.over:
+            for run in visit.take(SLICE_RUNS):
+                found = _within(run, name)
+                if found is not None:
+                    return found
+            yield
     return None
 
 
-def _branches_with(state: DirectoryState, target: Run) -> tuple[BranchKey, ...]:
-    """Live branches whose context goes through a run, at most the configured number of them."""
-    passes: dict[int, bool] = {}  # by id of a run: whether its path goes through the target
+def _within(run: Run, name: bytes) -> tuple[Run, int] | None:
+    at = run.names.find(name)
+    while at >= 0 and at % NAME_BYTES:
+        at = run.names.find(name, at + 1)
+    return (run, run.start + at // NAME_BYTES) if at >= 0 else None
+
+
+def _branches_with(state: DirectoryState, name: bytes, depth: int) -> Generator[None, None, tuple[BranchKey, ...]]:
+    """Live branches with a block in their context, at most the configured number of them."""
     found: list[BranchKey] = []
-    for key, branch in state.table.live.items():
-        climbed = []
-        run = branch.tip
-        while run is not None and id(run) not in passes and run.start > target.start:
-            climbed.append(run)
-            run = run.parent
-        through = run is target if run is None or id(run) not in passes else passes[id(run)]
-        passes.update(dict.fromkeys(map(id, climbed), through))
-        if through:
-            found.append(key)
+    for count, branch in enumerate(list(state.table.live.values()), 1):
+        if state.index.on_path(branch.tip, depth, name) is not None:
+            found.append(branch.key)
             if len(found) == state.config.block_view_branches_max:
                 break
+        if count % _SLICE_BRANCHES == 0:
+            yield
     return tuple(found)
 
 
@@ -178,8 +184,23 @@ def node_counts(state: DirectoryState, node_id: str) -> list[tuple[bytes, int]]:
     node = state.counts.nodes.get(node_id)
     if node is None:
         raise UnknownNode(f"node {node_id!r} is not up")
+    return _counts_on(node, state.index.runs())
+
+
+def node_counts_in_parts(state: DirectoryState, node_id: str) -> Generator[list[tuple[bytes, int]], None, None]:
+    """See Directory.node_counts_in_parts."""
+    node = state.counts.nodes.get(node_id)
+    if node is None:
+        raise UnknownNode(f"node {node_id!r} is not up")
+    with state.index.visit() as visit:
+        while not visit.over and node.bit:
+            yield _counts_on(node, visit.take(SLICE_RUNS))
+
+
+def _counts_on(node: Node, runs: Iterable[Run]) -> list[tuple[bytes, int]]:
+    """Names and count of those runs that have one on a node."""
     found = []
-    for run in state.index.runs():
+    for run in runs:
         if run.homes is not None and (run.l1 | run.l2) & node.bit:
             count = count_at(run.homes, node.number)
             if count:

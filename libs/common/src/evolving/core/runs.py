@@ -23,6 +23,9 @@ from evolving.core.terms import ANCHOR_BLOCKS, NAME_BYTES
 
 ANCHOR_BYTES = ANCHOR_BLOCKS * NAME_BYTES
 
+SLICE_RUNS = 2_000
+"""Runs looked at in one go, where all are: a few milliseconds."""
+
 
 class Run:
     """Blocks [start, start + size) of a context. Mutable, compared by identity."""
@@ -55,11 +58,12 @@ class Visit:
     A context manager: it is open from `RunTree.visit` on and has to be closed.
     """
 
-    __slots__ = ("_left", "_tree", "changed")
+    __slots__ = ("_left", "_tree", "changed", "nodes")
 
-    def __init__(self, tree: RunTree, runs: list[Run]) -> None:
+    def __init__(self, tree: RunTree, runs: list[Run], nodes: int) -> None:
         self._tree = tree
         self._left = runs
+        self.nodes = nodes  # bits of those there at the start
         # Runs whose copies or homes changed since the visit began. They are kept: no other takes their identity.
         self.changed: set[Run] = set()
 
@@ -109,9 +113,9 @@ class RunTree:
             if run.names.startswith(name):
                 yield run
 
-    def visit(self) -> Visit:
+    def visit(self, nodes: int = 0) -> Visit:
         """Begin to visit all runs. Takes about 10 ms at 20 million blocks: it copies the index's values."""
-        visit = Visit(self, list(self._by_name.values()))
+        visit = Visit(self, list(self._by_name.values()), nodes)
         self.visits.append(visit)
         return visit
 
