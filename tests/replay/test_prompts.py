@@ -78,6 +78,14 @@ def test_a_prompt_shorter_than_a_block() -> None:
     assert tokens(prompts.prompt(request([5], tail_tokens=1), 1)) == [*tokens(asked), 90, 91]
 
 
+def test_a_known_id_behind_a_new_one_keeps_its_tokens() -> None:
+    """Ids that don't name all before them, as some traces have."""
+    prompts = session()
+    first = prompts.prompt(request([1, 2]), 0)
+    again = prompts.prompt(request([9, 2]), 1)
+    assert again[-BLOCK * 4 :] == first[-BLOCK * 4 :]
+
+
 def test_only_the_seed_and_the_ids_say_which_tokens() -> None:
     wide = 1_000_000  # so that no two blocks are alike by chance
     one, same, other = (SessionPrompts(BlockTokens(seed, 64, wide)) for seed in ("a", "a", "b"))

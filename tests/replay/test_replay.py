@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from replay.pool_gateway import Kept, PoolGateway, answer_to, serving
 from scripted_gateway import GONE, Play, pack, refusal
@@ -15,7 +16,7 @@ from evolving.v1 import common_pb2
 from evolving_client import RetryPolicy
 from evolving_replay import Arrivals, Progress, ReplayError, ReplayOptions, replay
 from evolving_sim.trace_files import read_sessions
-from evolving_sim.traces import Step, TraceSession, branch_steps
+from evolving_sim.traces import Step, TraceAgent, TraceRequest, TraceSession, branch_steps
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 AGENTS = tuple(read_sessions(FIXTURES / "claude_code_small.jsonl.xz"))
@@ -118,6 +119,58 @@ async def test_an_agent_waits_for_its_sub_agents() -> None:
     assert max(children) < sent[starts_after + 1]
 
 
+def asks(*prompts: list[int], tail_tokens: int = 0) -> tuple[TraceRequest, ...]:
+    """Requests for prompts of these blocks."""
+    return tuple(
+        TraceRequest(0.0, len(ids) * 64 + tail_tokens, 5, np.array(ids, dtype=np.uint32), 0.0, 0.0) for ids in prompts
+    )
+
+
+async def test_sub_agents_are_branches_with_versions_and_sub_agents_of_their_own() -> None:
+    agents = (
+        TraceAgent("", "", -1, parent_waits=False, requests=asks([1], [1, 2], [1, 2, 3])),
+        TraceAgent("early", "", -1, parent_waits=True, requests=asks([11], [12], [12, 13], [14])),
+        TraceAgent("inner", "early", 1, parent_waits=True, requests=asks([21])),
+        TraceAgent("aside", "", 1, parent_waits=False, requests=asks([31], [31, 32])),
+    )
+    gateway = PoolGateway()
+    async with serving(gateway) as address:
+        session = TraceSession("s", 64, ids_shared=False, open_loop=False, agents=agents)
+        report = await replay([session], options(address))
+    assert (report.requests, len(gateway.ended)) == (10, 1)
+    asked = [each.branch for each in gateway.requests]
+    root = next(branch.branch_id for branch in asked if not branch.parent_branch_id)
+    versions: dict[str, list[int]] = {}
+    parents: dict[str, str] = {}
+    for branch in asked:
+        versions.setdefault(branch.branch_id, []).append(branch.version)
+        parents[branch.branch_id] = branch.parent_branch_id
+    early = next(branch_id for branch_id, seen in versions.items() if seen == [1, 2, 2, 3])
+    inner = next(branch_id for branch_id, parent in parents.items() if parent == early)
+    aside = (set(versions) - {root, early, inner}).pop()
+    assert (parents[early], parents[aside], len(versions)) == (root, root, 4)
+    order = {moment: index for index, moment in reversed(list(enumerate(gateway.moments)))}
+    last_of_early = max(index for index, moment in enumerate(gateway.moments) if moment == (early, "answered"))
+    assert last_of_early < order[root, "sent"], "it started before the first request, which waits for it"
+    assert order[early, "answered"] < order[inner, "sent"]
+
+
+async def test_sessions_that_share_blocks_share_no_more() -> None:
+    sessions = [
+        TraceSession(
+            name, 64, ids_shared=True, open_loop=True,
+            agents=(TraceAgent("", "", -1, parent_waits=False, requests=asks([1, 2], tail_tokens=60)),),
+        )
+        for name in ("a", "b")
+    ]  # fmt: skip
+    gateway = PoolGateway()
+    async with serving(gateway) as address:
+        await replay(sessions, options(address))
+    one, other = (each.token_ids for each in gateway.requests)
+    assert one[:512] == other[:512]
+    assert one[512:] != other[512:]
+
+
 async def test_tokens_go_on_from_what_was_answered() -> None:
     gateway = PoolGateway()
     async with serving(gateway) as address:
@@ -201,11 +254,12 @@ async def test_one_that_is_sent_again_is_no_failure() -> None:
 
 async def test_stopped_midway_it_ends_branches_and_reports_what_was_played() -> None:
     gateway = PoolGateway()
-    gateway.plays.extend([*[Play()] * 20, *[Play(hang_at=0)] * 2])
+    gateway.plays.extend([*[Play()] * 20, Play(hang_at=0)])
     stop = asyncio.Event()
+    seen: list[Progress] = []
     async with serving(gateway) as address:
-        running = asyncio.create_task(replay(AGENTS[1:3], options(address, concurrency=2), stop=stop))
-        await eventually(lambda: (gateway.running > 0 and not gateway.plays) or gateway.running == 2)
+        running = asyncio.create_task(replay(AGENTS[1:3], options(address, concurrency=2), seen.append, stop))
+        await eventually(lambda: gateway.running > 0 and not gateway.plays)
         stop.set()
         report = await running
     assert not report.complete
@@ -214,7 +268,8 @@ async def test_stopped_midway_it_ends_branches_and_reports_what_was_played() -> 
     begun = {each.branch.branch_id for each in gateway.requests if not each.branch.parent_branch_id}
     assert {branch_id for each in gateway.ended for branch_id in each.branch_ids} == begun
     assert all(each.subtree for each in gateway.ended)
-    assert gateway.running == 0
+    assert seen[-1].running_requests == seen[-1].running_sessions == 0
+    await eventually(lambda: gateway.running == 0)
 
 
 async def test_cancelled_it_ends_branches_too() -> None:
