@@ -21,6 +21,7 @@ from evolving_client import (
     InvalidRequest,
     RequestConflict,
     RetryPolicy,
+    Reuse,
     StaleVersion,
     Tokens,
     UnknownBranch,
@@ -143,6 +144,9 @@ async def test_token_ids_are_reused_to_the_last_whole_block(cluster: LocalCluste
     assert second.cached.total == (len(PROMPT) + 400 - 1) // 64 * 64
     assert second.cached.peer_l2 > 0, "the answer's KV is fetched from the node that decoded it"
     assert first.reusable_blocks * 64 == second.cached.total
+    assert first.reuse == Reuse(pool_tokens=0, planned_tokens=0, loss=None)
+    assert second.reuse == Reuse(pool_tokens=second.cached.total, planned_tokens=second.cached.total, loss=None)
+    assert 0 <= second.timings.fetch_hidden_s <= second.timings.fetch_s
     await ended_and_clean(cluster, client, branch)
 
 
