@@ -89,8 +89,8 @@ async def test_a_fetch_at_admission_begins_when_the_turn_has_come(pair: list[Nod
     usable = (longest - 1) // BLOCK
     tokens = await held_by(source, prompt(62_000, longest))
     before = node.engine.status().fetched_tokens
-    # The computed prompt of a request whose decode leg has not come fills the room.
-    first, decode = jobs(node, prompt(62_001, longest), greedy(2), keep_s=NEVER_S)
+    # The computed prompt of a request whose decode leg has not come leaves room for short ones only.
+    first, decode = jobs(node, prompt(62_001, longest - 3 * BLOCK), greedy(2), keep_s=NEVER_S)
     holding = asyncio.create_task(collect(node.engine.prefill(first)))
     await until_status(node, lambda status: status.holding == 1)
     waiting = asyncio.create_task(events_of(node, tokens, holders=(source.holder(0, usable),)))

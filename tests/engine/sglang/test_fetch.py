@@ -26,6 +26,7 @@ from evolving_node_agent.engines.sglang.host.peers import Locate, Located, Peers
 
 from .conftest import running
 from .driving import Node, collect, greedy, jobs, names, prefill_only, prompt
+from .factory import SECRET
 from .reference import clear_prompts
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.sglang, pytest.mark.timeout(300)]
@@ -164,8 +165,8 @@ async def test_a_fetch_under_the_wait_costs_nothing_and_stays(pair: list[Node], 
     longest = small.info.max_prompt_tokens
     tokens, output = next(clear_prompts(longest, 1, 54_000))
     await held_by(source, tokens)
-    # The computed prompt of a request whose decode leg has not come fills the room.
-    first, decode = jobs(small, prompt(54_500, longest), greedy(2), keep_s=NEVER_S)
+    # The computed prompt of a request whose decode leg has not come leaves room for short ones only.
+    first, decode = jobs(small, prompt(54_500, longest - 3 * BLOCK), greedy(2), keep_s=NEVER_S)
     holding = asyncio.create_task(collect(small.engine.prefill(first)))
     await until_status(small, lambda status: status.holding == 1)
     fetching = asyncio.create_task(events_of(small, tokens, holders=(source.holder(0, longest // BLOCK),)))
@@ -196,7 +197,7 @@ def altered(node: Node, address: int) -> None:
 
 async def alter_block(node: Node, name: bytes, half: int, offset: int) -> None:
     """Change one byte of a block in the node's L2: `half` 0 is K, 1 is V."""
-    peers = Peers(node.info.kv_format, b"")
+    peers = Peers(node.info.kv_format, SECRET)
     peer = await peers.at(node.info.pool_address)
     assert peer.welcome is not None
     ((page, _, _),) = (await peer.ask(Locate(name), Located)).places

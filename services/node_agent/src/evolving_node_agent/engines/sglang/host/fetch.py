@@ -124,8 +124,8 @@ class Fetcher:
         name = fetch.chain[fetch.first]
         if (coming := self._coming.get(name)) is not None:
             await coming.wait()  # another leg reads the same
-            if not await self._moved_on(fetch):
-                fetch.spent.add(place)
+            held, _ = await self._claim(fetch, 0)
+            fetch.first = max(held, fetch.first)
             return
         size_bytes = 2 * self._layout.l2_page_bytes * (end - fetch.first)
         async with self._turns.turn(fetch.leg.fetch.rank, size_bytes):
@@ -139,13 +139,6 @@ class Fetcher:
             finally:
                 del self._coming[name]
                 over.set()
-
-    async def _moved_on(self, fetch: _Fetch) -> bool:
-        """Whether more of the prompt is here than before, by another's reading or computing."""
-        held, slots = await self._claim(fetch, 0)
-        assert slots is None or not len(slots)
-        moved, fetch.first = held > fetch.first, max(held, fetch.first)
-        return moved
 
     async def _bring(self, fetch: _Fetch, holder: Holder, end: int) -> int:
         """Find, read and insert blocks from `fetch.first` to `end`, as many as the holder has; how many came."""
