@@ -22,7 +22,10 @@ class ReadTurns:
 
     @asynccontextmanager
     async def turn(self, rank: Rank, size_bytes: int) -> AsyncIterator[None]:
-        """Wait for a turn to read `size_bytes`; it ends with the block. Smallest rank first."""
+        """Wait for a turn to read `size_bytes`; it ends with the block. Smallest rank first.
+
+        A task that asks again without an `await` in between keeps its place: a turn that ended is given on only then.
+        """
         key, granted = object(), asyncio.Event()
         self._granted[key] = granted
         self._turns.ask(key, rank, size_bytes)
@@ -33,7 +36,7 @@ class ReadTurns:
         finally:
             del self._granted[key]
             self._turns.end(key)
-            self._grant()
+            asyncio.get_running_loop().call_soon(self._grant)
 
     def close(self) -> None:
         """No more turns; those who wait are to be cancelled by whoever started them."""

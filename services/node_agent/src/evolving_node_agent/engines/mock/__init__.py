@@ -7,6 +7,7 @@
 | plan.py | what the next iteration computes |
 | jobs.py | whether a job is possible, what it draws, when it ends |
 | context.py | the KV of one leg: shared blocks, then pages of its own |
+| status.py | what an engine says of itself |
 | legs.py | the state of one prefill or decode leg |
 | readers.py | those who follow the engine's KV events and status |
 | cache.py | the node's pool, its bytes, KV events |

@@ -44,7 +44,7 @@ class MockConfig:
     tokens_per_iteration: int = 1  # t_acc of the paper (section 4.2): tokens accepted per decode iteration
     eviction: EvictionPolicy = EvictionPolicy.AGENT
     fetch_start: FetchStart = FetchStart.ENQUEUE
-    fetch: FetchConfig = field(default_factory=FetchConfig)
+    fetch: FetchConfig = field(default_factory=FetchConfig)  # its bytes_per_s is multiplied by `speed_up`
     # Equations 1 and 2 of the paper, for a mid-sized model on one accelerator.
     prefill: PrefillCoefficients = field(default_factory=lambda: PrefillCoefficients(0.004, 4e-5, 2e-10, 4e-7, 0.0))
     decode: DecodeCoefficients = field(default_factory=lambda: DecodeCoefficients(0.008, 0.0, 1e-4, 2e-8))

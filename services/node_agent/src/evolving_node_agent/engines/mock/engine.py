@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 
+from evolving.core.pool_runs import Use
 from evolving.runtime.clock import Clock, SystemClock
 from evolving_node_agent.engines.mock.cache import BlockCache
 from evolving_node_agent.engines.mock.config import MockConfig
@@ -215,6 +216,10 @@ class MockEngine:
     def damage(self, name: bytes, tier: Tier) -> None:
         """Flip a bit of a copy, as failing memory would."""
         self._cache.damage(name, tier)
+
+    def kept_for_legs(self) -> int:
+        """Blocks that legs keep from eviction, each once; 0 at rest."""
+        return sum(self._cache.pool.used_by(use) for use in Use)
 
     def check_invariants(self) -> None:
         """Assert the bookkeeping of what is held; O(blocks)."""

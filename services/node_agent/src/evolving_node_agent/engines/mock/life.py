@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from evolving.core.config import FetchStart
 from evolving.core.pool_runs import Use
-from evolving.core.timemodel import PrefillSums
-from evolving.core.work import query_key_pairs
 from evolving.runtime.clock import Clock
 from evolving.runtime.tasks import first_of
 from evolving_node_agent.engines.mock.admission import PrefillQueue
@@ -25,9 +24,10 @@ from evolving_node_agent.engines.mock.faults import Faults
 from evolving_node_agent.engines.mock.fetching import LegFetch, ReadMeter
 from evolving_node_agent.engines.mock.jobs import check_job, draw, finish, generated_tokens
 from evolving_node_agent.engines.mock.legs import DecodeLeg, DecodeStage, Leg, PrefillLeg, PrefillStage
-from evolving_node_agent.engines.mock.plan import Chunk, plan_chunks
+from evolving_node_agent.engines.mock.plan import Chunk, plan_chunks, sums
 from evolving_node_agent.engines.mock.readers import KvReaders, StatusReaders
 from evolving_node_agent.engines.mock.rendezvous import Rendezvous
+from evolving_node_agent.engines.mock.status import Progress, engine_status
 from evolving_node_agent.engines.port import (
     CachedTokens,
     DecodeJob,
@@ -45,7 +45,6 @@ from evolving_node_agent.engines.port import (
     SourceLost,
     Started,
     Taken,
-    Tier,
     Tokens,
 )
 from evolving_node_agent.engines.turns import ReadTurns
@@ -66,7 +65,8 @@ class Life:
         self.kv_readers = KvReaders(cache)
         self.status_readers = StatusReaders(self.status)
         self._order = 0
-        self.turns = ReadTurns(config.fetch, clock)
+        faster = replace(config.fetch, bytes_per_s=config.fetch.bytes_per_s * config.speed_up)
+        self.turns = ReadTurns(faster, clock)
         self.reads = ReadMeter(clock)
         self._queue = PrefillQueue(config, cache, self._take)
         self._running: list[PrefillLeg] = []
@@ -75,9 +75,7 @@ class Life:
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._down: EngineDown | None = None
-        self._iterations = 0
-        self._prefill_iterations = 0
-        self._prefill_tokens = 0
+        self.progress = Progress()
 
     # -- legs come
 
@@ -249,9 +247,9 @@ class Life:
                 await self._take_s(self._decode_s(batch))
                 self._decode(batch)
             if chunks:
-                await self._take_s(self.config.prefill.prefill_iteration_s(_sums(chunks)))
+                await self._take_s(self.config.prefill.prefill_iteration_s(sums(chunks)))
                 self._prefill(chunks)
-            self._iterations += 1
+            self.progress.iterations += 1
             self.publish()
             await self._planned_faults()
 
@@ -268,9 +266,9 @@ class Life:
 
     async def _planned_faults(self) -> None:
         plan = self.faults.plan
-        if self._iterations == plan.stall_after_iterations:
+        if self.progress.iterations == plan.stall_after_iterations:
             await self.clock.sleep(plan.stall_s)
-        if self._iterations == plan.crash_after_iterations:
+        if self.progress.iterations == plan.crash_after_iterations:
             self.faults.crash(plan.crash_status)
 
     def _decode_s(self, batch: Sequence[DecodeLeg]) -> float:
@@ -293,14 +291,14 @@ class Life:
                 self.end(leg)
 
     def _prefill(self, chunks: Sequence[Chunk]) -> None:
-        self._prefill_iterations += 1
+        self.progress.prefill_iterations += 1
         for chunk in chunks:
             leg = chunk.leg
             if leg.stage is not PrefillStage.RUNNING:
                 continue
             leg.kv.compute(chunk.tokens)
             leg.restored_tokens = 0
-            self._prefill_tokens += chunk.tokens
+            self.progress.prefill_tokens += chunk.tokens
             if leg.left == 0:
                 self._complete(leg)
 
@@ -395,45 +393,4 @@ class Life:
 
     def status(self) -> EngineStatus:
         """The state now."""
-        size, pool = self.config.block_tokens, self.cache.pool
-        prefills = [leg for leg in self.legs.values() if isinstance(leg, PrefillLeg)]
-        decodes = [leg for leg in self.legs.values() if isinstance(leg, DecodeLeg)]
-        backlog = {leg.job.leg_id: self._to_fetch(leg) for leg in self._queue}
-        return EngineStatus(
-            queued={leg.job.leg_id: self._uncached(leg) - backlog[leg.job.leg_id] for leg in self._queue},
-            prefilling={leg.job.leg_id: leg.left for leg in self._running},
-            holding=sum(leg.stage is PrefillStage.HOLDING for leg in prefills),
-            decoding=len(self._batch),
-            decode_context_tokens=sum(leg.context_tokens for leg in self._batch),
-            reserved=sum(leg.stage is DecodeStage.PULLING for leg in decodes),
-            l1_used_tokens=pool.used(Tier.L1) * size,
-            l2_used_tokens=pool.used(Tier.L2) * size,
-            iterations=self._iterations,
-            prefill_iterations=self._prefill_iterations,
-            prefill_tokens=self._prefill_tokens,
-            l2_zero_tokens=pool.zero_l2 * size,
-            fetch_backlog_tokens=sum(backlog.values()),
-            fetching_blocks=self.reads.blocks_under_way,
-            fetched_tokens=self.reads.blocks_fetched * size,
-            fetch_busy_s=self.reads.busy_s,
-        )
-
-    def _uncached(self, leg: PrefillLeg) -> int:
-        held = self.cache.pool.held(leg.kv.names, leg.reusable_blocks)
-        return len(leg.job.tokens) - held * self.config.block_tokens
-
-    def _to_fetch(self, leg: PrefillLeg) -> int:
-        """Tokens that peers have for it: no more to be computed, and not here yet."""
-        if leg.fetch.over:
-            return 0
-        held = self.cache.pool.held(leg.kv.names, leg.fetch.until)
-        return (leg.fetch.until - held) * self.config.block_tokens
-
-
-def _sums(chunks: Sequence[Chunk]) -> PrefillSums:
-    return PrefillSums(
-        uncached_tokens=sum(chunk.tokens for chunk in chunks),
-        query_key_pairs=sum(query_key_pairs(chunk.tokens, chunk.leg.kv.tokens) for chunk in chunks),
-        restored_tokens=sum(chunk.leg.restored_tokens for chunk in chunks),
-        cached_tokens=sum(chunk.leg.kv.tokens for chunk in chunks),
-    )
+        return engine_status(self.config, self.cache.pool, self.reads, self.progress, self._queue, self.legs.values())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from evolving.core.timemodel import PrefillSums
+from evolving.core.work import query_key_pairs
 from evolving_node_agent.engines.mock.legs import PrefillLeg
 
 
@@ -27,3 +29,13 @@ def plan_chunks(running: Iterable[PrefillLeg], chunk_tokens: int) -> list[Chunk]
         chunks.append(Chunk(leg, tokens))
         room -= tokens
     return chunks
+
+
+def sums(chunks: Sequence[Chunk]) -> PrefillSums:
+    """What equation 1 of the paper wants to know of an iteration."""
+    return PrefillSums(
+        uncached_tokens=sum(chunk.tokens for chunk in chunks),
+        query_key_pairs=sum(query_key_pairs(chunk.tokens, chunk.leg.kv.tokens) for chunk in chunks),
+        restored_tokens=sum(chunk.leg.restored_tokens for chunk in chunks),
+        cached_tokens=sum(chunk.leg.kv.tokens for chunk in chunks),
+    )

@@ -1,0 +1,69 @@
+"""What an engine says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from evolving.core.pool import NodePool
+from evolving_node_agent.engines.mock.config import MockConfig
+from evolving_node_agent.engines.mock.fetching import ReadMeter
+from evolving_node_agent.engines.mock.legs import DecodeLeg, DecodeStage, Leg, PrefillLeg, PrefillStage
+from evolving_node_agent.engines.port import EngineStatus, Tier
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counts since the start of a life."""
+
+    iterations: int = 0
+    prefill_iterations: int = 0
+    prefill_tokens: int = 0
+
+
+def engine_status(
+    config: MockConfig,
+    pool: NodePool,
+    reads: ReadMeter,
+    progress: Progress,
+    queue: Iterable[PrefillLeg],
+    legs: Iterable[Leg],
+) -> EngineStatus:
+    """The state now. queue: legs not taken yet, by rank; legs: all."""
+    size = config.block_tokens
+    prefills, decodes = list[PrefillLeg](), list[DecodeLeg]()
+    for leg in legs:
+        if isinstance(leg, PrefillLeg):
+            prefills.append(leg)
+        else:
+            decodes.append(leg)
+    batch = [leg for leg in decodes if leg.stage is DecodeStage.RUNNING]
+    waiting = [(leg, *_missing_blocks(pool, leg)) for leg in queue]
+    return EngineStatus(
+        queued={
+            leg.job.leg_id: len(leg.job.tokens) - (leg.reusable_blocks - nowhere) * size for leg, nowhere, _ in waiting
+        },
+        prefilling={leg.job.leg_id: leg.left for leg in prefills if leg.stage is PrefillStage.RUNNING},
+        holding=sum(leg.stage is PrefillStage.HOLDING for leg in prefills),
+        decoding=len(batch),
+        decode_context_tokens=sum(leg.context_tokens for leg in batch),
+        reserved=sum(leg.stage is DecodeStage.PULLING for leg in decodes),
+        l1_used_tokens=pool.used(Tier.L1) * size,
+        l2_used_tokens=pool.used(Tier.L2) * size,
+        iterations=progress.iterations,
+        prefill_iterations=progress.prefill_iterations,
+        prefill_tokens=progress.prefill_tokens,
+        l2_zero_tokens=pool.zero_l2 * size,
+        fetch_backlog_tokens=sum(at_peers for _, _, at_peers in waiting) * size,
+        fetching_blocks=reads.blocks_under_way,
+        fetched_tokens=reads.blocks_fetched * size,
+        fetch_busy_s=reads.busy_s,
+    )
+
+
+def _missing_blocks(pool: NodePool, leg: PrefillLeg) -> tuple[int, int]:
+    """Of a waiting leg's reusable blocks: how many nobody is known to have, and how many are still to come from
+    peers."""
+    held = pool.held(leg.kv.names, leg.reusable_blocks)
+    known = held if leg.fetch.over else max(held, leg.fetch.until)
+    return leg.reusable_blocks - known, known - held

@@ -1,0 +1,202 @@
+"""Fetches from peers while legs wait (the paper, section 4.4): what is hidden, who goes first, what holds up whom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from engine.sglang.driving import BLOCK, Node, greedy, jobs, prefill_only, prompt
+from engine.test_conformance import names_of
+from engine.test_conformance_failures import Leg
+from engine.test_mock_engine import mock, mocks
+
+from evolving.core.config import FetchConfig, FetchStart
+from evolving.runtime.clock import ManualClock
+from evolving_node_agent.engines.port import CachedTokens, EngineStatus, Prefilled, Stored, Taken, Tier
+
+PROMPT = 8 * BLOCK + 1  # eight blocks are reusable
+PAGE_BYTES = 4 * BLOCK
+
+
+async def pass_time_until(clock: ManualClock, done: Callable[[], bool]) -> None:
+    """Let virtual time go by, with real time in between for what goes over sockets."""
+    async with asyncio.timeout(60):
+        while not done():
+            await asyncio.sleep(0.001)
+            await clock.advance(0.05)
+
+
+async def until_status(node: Node, condition: Callable[[EngineStatus], bool]) -> EngineStatus:
+    """Wait for a status that fulfils the condition."""
+    async with asyncio.timeout(60):
+        async for status in node.engine.status_changes():
+            if condition(status):
+                return status
+    raise AssertionError("the engine is gone")
+
+
+def fetching(node: Node, tokens: list[int], source: Node, blocks: int = 8, **job: Any) -> Leg:
+    """A leg that may fetch its first blocks from `source`."""
+    return Leg(node.engine.prefill(jobs(node, tokens, greedy(1), holders=(source.holder(0, blocks),), **job)[0]))
+
+
+def event(leg: Leg, kind: type) -> Any:
+    """A leg's event of this kind."""
+    return next(each for each in leg.events if isinstance(each, kind))
+
+
+async def test_what_is_fetched_while_nothing_can_be_taken_is_hidden() -> None:
+    async with mocks("a", "b") as (a, b):
+        tokens = prompt(1, PROMPT)
+        await prefill_only(a, tokens)
+        mock(b).faults.stall()
+        leg = fetching(b, tokens, a)
+        await b.until_holds(Tier.L2, names_of(tokens))
+        await until_status(b, lambda status: status.fetching_blocks == status.fetch_backlog_tokens == 0)
+        assert leg.events == []
+        mock(b).faults.resume()
+        assert await leg.error() is None
+        taken = event(leg, Taken)
+        assert 0 < taken.fetch_s == taken.hidden_s < taken.queue_s
+        assert event(leg, Prefilled).cached == CachedTokens(peer=8 * BLOCK)
+
+
+@pytest.mark.parametrize("verify_kv", [True, False])
+async def test_what_is_fetched_while_only_the_fetch_is_waited_for_is_not_hidden(verify_kv: bool) -> None:
+    """Each block takes page_bytes / fetch_bytes_per_s / speed_up."""
+    clock = ManualClock()
+    timed: dict[str, Any] = {"fetch_bytes_per_s": float(PAGE_BYTES), "speed_up": 2.0, "verify_kv": verify_kv}
+    async with mocks("a", "b", clock=clock, **timed) as (a, b):
+        tokens = prompt(1, PROMPT)
+        computed = asyncio.ensure_future(prefill_only(a, tokens))
+        await pass_time_until(clock, computed.done)
+        leg = fetching(b, tokens, a, fetch_deadline_s=1e6)
+        await pass_time_until(clock, leg.task.done)
+        taken = event(leg, Taken)
+        assert 8 / 2.0 <= taken.fetch_s <= taken.queue_s
+        assert taken.hidden_s == 0
+        assert event(leg, Prefilled).cached == CachedTokens(peer=8 * BLOCK)
+        status = b.engine.status()
+        assert status.fetch_busy_s == pytest.approx(taken.fetch_s)
+        assert status.fetched_tokens == 8 * BLOCK
+
+
+async def test_modelled_time_of_a_fetch_is_divided_by_the_speed_up() -> None:
+    clock = ManualClock()
+    limited = FetchConfig(bytes_per_s=1e-3)
+    async with mocks("a", "b", clock=clock, fetch_bytes_per_s=1e-3, fetch=limited) as (a, b):  # speed_up: inf
+        tokens = prompt(1, PROMPT)
+        await prefill_only(a, tokens)
+        fetched = await prefill_only(b, tokens, holders=(a.holder(0, 8),))
+        assert fetched.cached.peer == 8 * BLOCK
+        assert b.engine.status().fetch_busy_s == 0 == clock.now_s()
+
+
+async def test_a_leg_is_held_up_for_its_deadline_and_waits_in_the_queue_for_free() -> None:
+    clock = ManualClock()
+    async with mocks("a", "b", clock=clock) as (a, b):
+        tokens = prompt(1, PROMPT)
+        await prefill_only(a, tokens)
+        mock(a).faults.transfer_delay_s = 1e6
+        mock(b).faults.stall()
+        leg = fetching(b, tokens, a, fetch_deadline_s=5.0)
+        await clock.advance(100.0)
+        mock(b).faults.resume()
+        await clock.advance(4.9)
+        assert leg.events == []
+        assert b.engine.status().fetching_blocks == 8
+        await clock.advance(0.2)
+        await leg.until(Prefilled)
+        taken = event(leg, Taken)
+        assert (taken.queue_s, taken.fetch_s, taken.hidden_s) == pytest.approx((105.0, 105.0, 100.0))
+        assert event(leg, Prefilled).cached == CachedTokens()
+        await until_status(b, lambda status: status.fetching_blocks == 0)
+
+
+async def test_a_finished_fetch_does_not_wait_for_a_slower_one_ahead() -> None:
+    async with mocks("a", "b", "c") as (a, b, c):
+        slow, fast = prompt(1, PROMPT), prompt(2, PROMPT)
+        await prefill_only(a, slow)
+        await prefill_only(c, fast)
+        mock(a).faults.transfer_delay_s = 1e6
+        ahead = fetching(b, slow, a, priority=5, fetch_deadline_s=1e6)
+        behind = fetching(b, fast, c, fetch_deadline_s=1e6)
+        assert await behind.error() is None
+        assert event(behind, Prefilled).cached == CachedTokens(peer=8 * BLOCK)
+        assert ahead.events == []
+        ahead.task.cancel()
+        await until_status(b, lambda status: not status.queued and status.fetching_blocks == 0)
+
+
+async def test_the_most_urgent_leg_reads_first() -> None:
+    """It overtakes at the next chunk, and keeps its place from chunk to chunk."""
+    clock = ManualClock()
+    narrow = FetchConfig(readers=1, chunk_blocks=2)
+    async with mocks("a", "b", clock=clock, fetch=narrow) as (a, b):
+        patient, urgent = prompt(1, PROMPT), prompt(2, PROMPT)
+        await prefill_only(a, patient)
+        await prefill_only(a, urgent)
+        mock(a).faults.transfer_delay_s = 1.0
+        mock(b).faults.stall()
+        fetching(b, patient, a)
+        await pass_time_until(clock, lambda: len(b.held[Tier.L2]) == 2)
+        fetching(b, urgent, a, priority=1)
+        await pass_time_until(clock, lambda: len(b.held[Tier.L2]) == 16)
+        came = [name for each in b.events if isinstance(each, Stored) and each.tier is Tier.L2 for name in each.names]
+        assert came[:2] == names_of(patient)[:2]
+        overtaken = came[2 : came.index(names_of(urgent)[-1])]
+        assert len([name for name in overtaken if name in names_of(patient)]) <= narrow.chunk_blocks
+
+
+async def test_a_fetch_at_admission_begins_when_nothing_else_is_waited_for() -> None:
+    async with mocks("a", "b", fetch_start=FetchStart.ADMISSION) as (a, b):
+        tokens = prompt(1, PROMPT)
+        await prefill_only(a, tokens)
+        mock(b).faults.stall()
+        leg = fetching(b, tokens, a)
+        await until_status(b, lambda status: len(status.queued) == 1)
+        await prefill_only(a, prompt(2, PROMPT))
+        status = b.engine.status()
+        assert (status.fetching_blocks, status.fetched_tokens) == (0, 0)
+        assert status.fetch_backlog_tokens == 8 * BLOCK
+        mock(b).faults.resume()
+        assert await leg.error() is None
+        taken = event(leg, Taken)
+        assert taken.fetch_s > 0
+        assert taken.hidden_s == 0
+        assert event(leg, Prefilled).cached == CachedTokens(peer=8 * BLOCK)
+
+
+async def test_what_was_fetched_stays_for_its_leg_and_a_full_pool_stops_nobody() -> None:
+    """Twelve legs fetch 96 blocks into room for 64 before any is taken: the first lose nothing, all are served."""
+    async with mocks("a", "b", l2_tokens=64 * BLOCK) as (_, b), mocks("c", l2_tokens=256 * BLOCK) as (c,):
+        prompts = [prompt(seed, PROMPT) for seed in range(12)]
+        for tokens in prompts:
+            await prefill_only(c, tokens)
+        mock(b).faults.stall()
+        legs = [fetching(b, tokens, c) for tokens in prompts]
+        await until_status(b, lambda status: status.fetching_blocks == status.fetch_backlog_tokens == 0)
+        mock(b).faults.resume()
+        assert [await leg.error() for leg in legs] == [None] * 12
+        cached = [event(leg, Prefilled).cached.peer for leg in legs]
+        assert cached[0] == 8 * BLOCK
+        assert sum(cached) >= 32 * BLOCK
+        mock(b).check_invariants()
+        assert mock(b).kept_for_legs() == 0
+
+
+async def test_tokens_at_peers_are_neither_computed_nor_here() -> None:
+    clock = ManualClock()
+    async with mocks("a", "b", clock=clock) as (a, b):
+        tokens = prompt(1, 10 * BLOCK)
+        await prefill_only(a, tokens)
+        mock(a).faults.transfer_delay_s = 1e6
+        mock(b).faults.stall()
+        leg = fetching(b, tokens, a, blocks=6)
+        status = await until_status(b, lambda status: status.fetching_blocks == 6)
+        assert list(status.queued.values()) == [4 * BLOCK]
+        assert status.fetch_backlog_tokens == 6 * BLOCK
+        leg.task.cancel()
+        await until_status(b, lambda status: status.fetching_blocks == status.fetch_backlog_tokens == 0)
