@@ -38,7 +38,7 @@ FETCH_STAGGER_S = 60.0
 FETCH_FLAGS = {
     "async": ((), ()),
     "at_start": (("--fetch-start", "admission"), ()),
-    "recompute": ((), ("--fetch-from-peers", "false")),
+    "recompute": ((), ("--no-fetch-from-peers",)),
 }
 """Flags of nodes and gateway."""
 

@@ -20,6 +20,7 @@ from evolving_sim.traces import TraceSession
 
 AT_REST_S = 60.0  # longest wait for the last counts to reach every node
 PROGRESS_S = 20.0
+FETCH_FIXED_S = 0.002  # what a fetch takes before its first byte, seconds before compression
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,6 @@ def _spec(arm: Arm, plan: Plan, state: Path) -> ClusterSpec:
         "max-prompt-tokens": plan.prompt_tokens,
         "max-context-tokens": plan.context_tokens,
         "mock-speed-up": arm.compression,
-        "mock-verify-kv": "false",
         "mock-tokens-per-iteration": 1024,
         "mock-bytes-per-token": BYTES_PER_TOKEN,
         "mock-fetch-bytes-per-s": per_s,
@@ -73,6 +73,7 @@ def _spec(arm: Arm, plan: Plan, state: Path) -> ClusterSpec:
     # A machine with fewer cores than processes is slow at times; nobody is given up for it.
     gateway_flags = {
         "fetch-bytes-per-s": per_s * arm.compression,
+        "fetch-fixed-s": FETCH_FIXED_S / arm.compression,
         "directory-timeout-s": 10,
         "node-silence-s": 30,
         "log-level": "warning",
@@ -84,7 +85,7 @@ def _spec(arm: Arm, plan: Plan, state: Path) -> ClusterSpec:
         model_path=state / "no-model",
         gateway_port=0,
         initial_split=plan.split,
-        node_flags=(*_flags(node_flags), *arm.node_flags),
+        node_flags=("--no-mock-verify-kv", *_flags(node_flags), *arm.node_flags),
         gateway_flags=(*_flags(gateway_flags), *arm.gateway_flags),
         service_flags=("--registration-ttl-s", "60"),
     )

@@ -52,7 +52,7 @@ class Watch:
 
     def memory(self) -> dict[str, Any]:
         """Per process: resident bytes over time, and what the last quarter of the run added."""
-        return {name: _growth(samples) for name, samples in self._resident.items()}
+        return {name: growth(samples) for name, samples in self._resident.items()}
 
 
 def resident_bytes(pid: int) -> int:
@@ -64,7 +64,8 @@ def resident_bytes(pid: int) -> int:
     return pages * resource.getpagesize()
 
 
-def _growth(samples: list[tuple[float, int]]) -> dict[str, Any]:
+def growth(samples: list[tuple[float, int]]) -> dict[str, Any]:
+    """Samples of (second, resident bytes): some of them, and what the last quarter of the time added."""
     quarter_s = samples[-1][0] * 0.75
     before = [resident for at_s, resident in samples if at_s <= quarter_s][-1]
     growth = max(resident for at_s, resident in samples if at_s >= quarter_s) - before
