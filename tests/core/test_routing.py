@@ -128,6 +128,15 @@ def test_nothing_is_fetched_where_that_is_switched_off() -> None:
     assert (score.fetched_blocks, score.fetch_s, score.cached_tokens) == (0, 0.0, 3 * 64)
 
 
+def test_all_is_fetched_where_that_is_asked_for() -> None:
+    context = replace(CONTEXT, pool_blocks=15)
+    node = prefill_node("a", any_blocks=3, fetchable_blocks=12, fetch_tokens_per_s=1.0)
+    assert score_prefill(context, node, CONFIG).fetched_blocks == 0
+    assert score_prefill(context, node, replace(CONFIG, fetch_always=True)).fetched_blocks == 12
+    never = replace(CONFIG, fetch_always=True, fetch_from_peers=False)
+    assert score_prefill(context, node, never).fetched_blocks == 0
+
+
 @pytest.mark.parametrize(("wait_s", "blocks"), [(0.9, 7), (1.0, 8)])
 def test_as_much_is_fetched_as_the_wait_hides(wait_s: float, blocks: int) -> None:
     """Slower than computing: a block takes 0.128 s to fetch, about half of that to compute. One that the wait hides for

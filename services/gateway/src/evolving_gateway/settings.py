@@ -25,6 +25,10 @@ class GatewaySettings(ServiceSettings):
     fetch_from_peers: bool = Field(
         True, description="false, for comparison: no KV is fetched from peers; it is used where it lies, or computed"
     )
+    fetch_always: bool = Field(
+        False,
+        description="true, for comparison: all that peers hold is fetched, also where computing it would be sooner",
+    )
     fetch_bytes_per_s: float = Field(
         1e9, gt=0, description="rate of a node's reads from peers until it has measured its own, bytes a second"
     )
@@ -75,5 +79,6 @@ class GatewaySettings(ServiceSettings):
             fetch_bytes_per_s=self.fetch_bytes_per_s,
             fetch_fixed_s=self.fetch_fixed_s,
             fetch_from_peers=self.fetch_from_peers,
+            fetch_always=self.fetch_always,
             tie_share=self.tie_share,
         )

@@ -22,6 +22,7 @@ class RoutingConfig:
     fetch_bytes_per_s: float  # what reads from peers bring to a node that has not said what they do
     fetch_fixed_s: float = 0.001  # a fetch's cost before its first byte, seconds
     fetch_from_peers: bool = True  # False, for comparison: KV is used where it lies, or computed
+    fetch_always: bool = False  # True, for comparison: what peers hold is fetched, also where computing were sooner
     tie_share: float = 0.05  # nodes within this share of the best predicted time tie (paper, section 4.4)
 
     def __post_init__(self) -> None:
@@ -190,8 +191,8 @@ def score_prefill(context: Context, node: PrefillNode, config: RoutingConfig) ->
         )
 
     most_blocks = node.fetchable_blocks if config.fetch_from_peers else 0
-    choices = {0, most_blocks}
-    if hidden_tokens := _tokens_within(wait_s, node, config):
+    choices = {most_blocks} if config.fetch_always else {0, most_blocks}
+    if not config.fetch_always and (hidden_tokens := _tokens_within(wait_s, node, config)):
         hidden_blocks = hidden_tokens // context.block_tokens
         choices |= {min(hidden_blocks, most_blocks), min(hidden_blocks + 1, most_blocks)}
     scores = [scored(blocks) for blocks in sorted(choices)]
