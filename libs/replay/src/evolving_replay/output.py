@@ -42,7 +42,7 @@ def show(bar: Bar, progress: Progress) -> None:
         bar.task_ids[0],
         completed=progress.finished_requests + progress.failed_requests,
         state=f"{progress.running_requests} running of {progress.running_sessions} sessions{failed}; "
-        f"{percent(progress.cached_tokens / max(1, progress.prompt_tokens))} reused",
+        f"{progress.cached_tokens} tokens reused, {percent(progress.cached_tokens / max(1, progress.prompt_tokens))}",
     )
 
 
