@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +10,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 
 from evolving_node_agent.engines.port import Tier, TokenIds
+from evolving_node_agent.engines.sglang.translate import id_array
 
 from .checksums import PageChecksums
 from .eviction import BranchCountStrategy, EvenNodes
@@ -71,5 +71,5 @@ class BlockStore:
 
     def match(self, tokens: TokenIds, root: bytes) -> Any:
         """SGLang's match of a prompt's leading tokens."""
-        key = RadixKey(array("q", tokens.tolist()), namespace(root))
+        key = RadixKey(id_array(tokens), namespace(root))
         return self._tree.match_prefix(MatchPrefixParams(key=key))

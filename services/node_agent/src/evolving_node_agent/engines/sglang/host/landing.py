@@ -5,13 +5,14 @@ Scheduler's thread, except for `busy`.
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
+
+from evolving_node_agent.engines.sglang.translate import id_array
 
 from .blocks import BlockStore
 from .legs import Phase, PrefillLeg
@@ -97,7 +98,7 @@ class Landing:
         width = self._block_tokens
         start, end = first_block * width, first_block * width + len(slots)
         node = self._blocks.match(leg.tokens[:start], leg.root).best_match_node
-        key = RadixKey(array("q", leg.tokens[start:end].tolist()), namespace(leg.root))
+        key = RadixKey(id_array(leg.tokens[start:end]), namespace(leg.root))
         result = self._tree.tree_core.insert_host(node, key, slots, [digest.hex() for digest in digests])
         self._tree._apply_cache_actions(result.cache_actions)
         return 0 if result.host_insert_dropped else len(slots) - int(result.prefix_len)

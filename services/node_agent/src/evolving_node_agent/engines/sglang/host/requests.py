@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from array import array
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ from sglang.srt.runtime_context import get_exec
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from evolving_node_agent.engines.port import FinishReason, Sampling
+from evolving_node_agent.engines.sglang.translate import id_array
 
 from .legs import Leg
 
@@ -40,7 +40,7 @@ def make_request(leg: Leg, sampling: Sampling, max_new_tokens: int, priority: in
     request = Req(
         rid=leg.rid,
         origin_input_text="",
-        origin_input_ids=array("q", leg.tokens[:prompt].tolist()),
+        origin_input_ids=id_array(leg.tokens[:prompt]),
         sampling_params=params,
         stream=True,
         # SGLang's ignore_eos would ignore stop tokens as well.

@@ -11,6 +11,7 @@ Everything here runs in the scheduler's thread.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -132,6 +133,7 @@ class NodeScheduler(upstream.Scheduler):  # type: ignore[misc]
         wait_s = 0.0
         while not self.gracefully_exit:
             self.inbox.run(wait_s)
+            began_s = time.monotonic()
             ran = self._iterate()
             told = self.desk.after_iteration()
             if ran:
@@ -140,7 +142,8 @@ class NodeScheduler(upstream.Scheduler):  # type: ignore[misc]
                 self.on_idle()
                 wait_s = _IDLE_WAIT_S if told else CHANGE_S
             else:
-                wait_s = _STALLED_WAIT_S
+                # Walking a queue of long prompts takes a while; what they wait for comes in between.
+                wait_s = max(_STALLED_WAIT_S, time.monotonic() - began_s)
 
     def _iterate(self) -> bool:
         self.desk.reserve_waiting()
