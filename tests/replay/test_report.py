@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import asdict
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evolving_client import Cached, Finished, FinishReason, LossCause, Overloaded, Reuse, Timings, Usage
-from evolving_replay.report import CAUSES, Latency
+from evolving_replay.report import CAUSES, Latency, NodeLoad
 from evolving_replay.tally import Tally, lost
 
 COUNTS = st.integers(0, 1000)
@@ -126,6 +130,14 @@ def test_a_report_adds_up() -> None:
     assert report.most_loaded_prefill == pytest.approx(2100 / ((1500 + 2100) / 2))
     assert (report.nodes["p"].prefills, report.nodes["p"].decodes, report.nodes["d"].decodes) == (2, 1, 2)
     assert (report.nodes["q"].computed_tokens, report.nodes["q"].cached_tokens) == (2100, 900)
+
+
+def test_the_readme_explains_every_field() -> None:
+    readme = (Path(__file__).parents[2] / "libs" / "replay" / "README.md").read_text()
+    named = set(re.findall(r"`(\w+)`", readme))
+    shown = Tally(total_requests=0, total_sessions=0).report(complete=True, wall_s=1.0).as_json()
+    fields = {*shown, *shown["ttft"], *shown["lost_by"], *shown["cached_by"], *asdict(NodeLoad())}
+    assert fields - named == set()
 
 
 def test_a_report_of_nothing() -> None:
