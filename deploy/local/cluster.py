@@ -181,7 +181,7 @@ class LocalCluster:
 
     def start_services(self) -> None:
         """Start directory, planners and gateways."""
-        self.start_service("directory", "directory", 0)
+        self.start_service("directory", "directory", 0, "--data-dir", str(self.spec.state_dir / "directory"))
         for index in range(self.spec.planners):
             self.start_service(_numbered("planner", index), "planner", 0, "--initial-split", self.spec.initial_split)
         has_tokenizer = (self.spec.model_path / "tokenizer.json").exists()

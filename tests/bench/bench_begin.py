@@ -2,9 +2,10 @@
 
 python tests/bench/bench_begin.py [--branches 60] [--json FILE]
 
-For contexts of 1k to 128k tokens that grow by 1k, and for the same context of a branch seen for the first time. Wall
-milliseconds, medians and 99th percentiles; the directory runs as a process of its own on this machine and holds every
-context on two of the nodes.
+For contexts of 1k to 128k tokens that grow by 1k, and for the same context of a branch seen for the first time; and
+Begin alone, several at once. Each against a directory in memory and one with a journal on this machine's disk, in
+turns. Wall milliseconds, medians and 99th percentiles; the directory runs as a process of its own on this machine and
+holds every context on two of the nodes.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ BLOCK_TOKENS = 64
 STEP_TOKENS = 1_024
 CONTEXT_TOKENS = (1_024, 16_384, 65_536, 131_072)
 BATCH_BLOCKS = 256
+AT_ONCE = 16
+ROUNDS = 2  # each kind of directory is measured so often, in turns, so that a busy machine disturbs both
 ROOT = root_digest("bench", "", "default")
 KEYS = Keys()
 
@@ -56,6 +59,7 @@ class Row(NamedTuple):
 
     what: str
     context_tokens: int
+    journal: bool
     p50_ms: float
     p99_ms: float
 
@@ -122,8 +126,33 @@ async def announce(
             done.set()
 
 
-async def measure(address: str, store: EtcdStore, branches: int) -> list[Row]:
-    """All rows."""
+Samples = dict[tuple[str, int], list[float]]
+"""Milliseconds by what was measured and the context's tokens."""
+
+
+async def begin_at_once(stub: directory_pb2_grpc.DirectoryServiceAsyncStub, branches: int) -> list[float]:
+    """Begins of one block each, by callers that each wait for one before they send the next."""
+
+    async def caller(number: int) -> list[float]:
+        taken = []
+        for at in range(branches):
+            request = directory_pb2.BeginRequest(
+                partition_id="p0",
+                tenant="default",
+                branch=common_pb2.BranchMetadata(branch_id=f"alone-{number}-{at}"),
+                request_id="r",
+                new_names=f"alone-{number}-{at}".encode().rjust(NAME_BYTES),
+            )
+            started = time.perf_counter()
+            await stub.Begin(request, timeout=30)
+            taken.append((time.perf_counter() - started) * 1e3)
+        return taken
+
+    return [each for taken in await asyncio.gather(*map(caller, range(AT_ONCE))) for each in taken]
+
+
+async def measure(address: str, store: EtcdStore, branches: int) -> Samples:
+    """All samples against one directory."""
     clock, settings = SystemClock(), GatewaySettings()
     cluster = Cluster(store, KEYS, clock, Metrics(), token=None, max_message_bytes=1 << 25, silence_s=5.0)
     for number in range(NODES):
@@ -136,7 +165,7 @@ async def measure(address: str, store: EtcdStore, branches: int) -> list[Row]:
     router = Router(cluster, settings.routing(), GatewayMetrics(Metrics()))
     watching = asyncio.create_task(client.follow(store))
     rng = np.random.default_rng(1)
-    rows = []
+    samples: Samples = {}
     async with open_channel(address) as channel:
         stub = directory_pb2_grpc.DirectoryServiceStub(channel)
         prompts = {
@@ -174,28 +203,38 @@ async def measure(address: str, store: EtcdStore, branches: int) -> list[Row]:
                 beginning.finish("default", f"{tokens}-{at}-0", common_pb2.BranchMetadata(branch_id=f"{tokens}-{at}"))
                 await client.drain()
                 grown.append(await once(f"{tokens}-{at}", 1, prompt))
-            rows += [row("first seen", tokens, first), row("grown by 1k", tokens, grown)]
+            samples |= {("first seen", tokens): first, ("grown by 1k", tokens): grown}
+        samples[f"Begin, {AT_ONCE} at once", BLOCK_TOKENS] = await begin_at_once(stub, branches)
         for stream in (*streams, watching):
             stream.cancel()
         await asyncio.gather(*streams, watching, return_exceptions=True)
     await client.close()
     await cluster.close()
-    return rows
-
-
-def row(what: str, tokens: int, samples: list[float]) -> Row:
-    """Median and 99th percentile."""
-    return Row(what, tokens, *(round(float(np.percentile(samples, share)), 3) for share in (50, 99)))
+    return samples
 
 
 async def main(branches: int) -> list[Row]:
+    """All rows: both kinds of directory, in turns."""
+    pooled: dict[bool, Samples] = {False: {}, True: {}}
+    for journal in (False, True) * ROUNDS:
+        for key, samples in (await one_round(branches // ROUNDS, journal)).items():
+            pooled[journal].setdefault(key, []).extend(samples)
+    return [
+        Row(*key, journal, *(round(float(np.percentile(pooled[journal][key], share)), 3) for share in (50, 99)))
+        for key in pooled[False]
+        for journal in (False, True)
+    ]
+
+
+async def one_round(branches: int, journal: bool) -> Samples:
     """Start etcd and a directory, measure, stop them."""
     with tempfile.TemporaryDirectory() as directory:
         local = LocalCluster(ClusterSpec(state_dir=Path(directory), grace_s=3))
         (local.spec.state_dir / "logs").mkdir()
         try:
             local.start_etcd()
-            local.start_service("directory", "directory", 0)
+            flags = ["--data-dir", str(local.spec.state_dir / "directory")] if journal else []
+            local.start_service("directory", "directory", 0, *flags)
             local.wait_ready(["directory"])
             async with EtcdStore((local.etcd_address,), clock=SystemClock(), timeout_s=5) as store:
                 return await measure(local.processes["directory"].address, store, branches)
@@ -211,6 +250,7 @@ if __name__ == "__main__":
     results = asyncio.run(main(arguments.branches))
     for result in results:
         times = f"p50 {result.p50_ms:7.3f} ms  p99 {result.p99_ms:7.3f} ms"
-        print(f"{result.what:12} {result.context_tokens:>8} tokens  {times}")
+        kind = "journal" if result.journal else "memory"
+        print(f"{result.what:18} {result.context_tokens:>8} tokens  {kind:8} {times}")
     if arguments.json:
         arguments.json.write_text(json.dumps([result._asdict() for result in results], indent=1))

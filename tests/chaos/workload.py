@@ -127,7 +127,7 @@ class Load:
 @asynccontextmanager
 async def working(addresses: Sequence[str], agents: int, seed: int, max_tokens: int = 40) -> AsyncIterator[Load]:
     """Agents at work while the block runs; after it, every branch is ended."""
-    async with Client(*addresses, timeout_s=60, retry=RetryPolicy(initial_backoff_s=0.05)) as client:
+    async with Client(*addresses, timeout_s=60, retry=RetryPolicy(max_failures=12, initial_backoff_s=0.05)) as client:
         load = Load(client, seed, max_tokens)
         tasks = [asyncio.create_task(load.agent(number)) for number in range(agents)]
         try:

@@ -32,7 +32,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ComposeCluster
     """etcd, the services and three nodes with a token each call needs."""
     state = tmp_path_factory.mktemp("compose")
     make(state / "secrets")
-    mounts = {"/etc/evolving": state / "secrets" / "services", "/models/smollm2": tiny_model()}
+    mounts = {
+        "/etc/evolving": state / "secrets" / "services",
+        "/models/smollm2": tiny_model(),
+        "/var/lib/evolving": state / "directory",
+    }
     running = ComposeCluster(ClusterSpec(state_dir=state, start_timeout_s=300), mounts)
     running.start()
     try:

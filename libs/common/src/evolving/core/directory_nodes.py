@@ -39,7 +39,7 @@ def node_up(state: DirectoryState, node_id: str, incarnation: str, next_sequence
         node.last_sequence = 0
         state.record(NodeCame(state.now_s, node_id, incarnation))
     elif node.resync_asked or node.resyncing:
-        return _ask_resync(state, node, "the node came back before its resync ended")
+        return _ask_resync(state, node, "what the node holds is not known")
     if next_sequence not in (0, node.last_sequence + 1):
         return _ask_resync(state, node, f"batches {node.last_sequence + 1} to {next_sequence - 1} are missing")
     return []
