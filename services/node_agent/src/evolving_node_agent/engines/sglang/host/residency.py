@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.utils import compute_node_hash_values
 from evolving_node_agent.engines.port import Tier
 from evolving_node_agent.engines.sglang import messages as m
 
-from .eviction import BranchCounts
+from .counts import BranchCounts
 from .names import name_of_hash, names_of
 
 _TIERS = {StorageMedium.GPU: Tier.L1, StorageMedium.CPU: Tier.L2}
