@@ -8,6 +8,8 @@ from typing import Literal
 from evolving.core.config import EvictionPolicy, FetchConfig, FetchStart
 from evolving.runtime.settings import is_loopback, join_address
 
+_ROUNDING_BLOCKS = 2  # a prompt's partly filled last block, and the block its first output token may open
+
 
 def refuse_strangers(host: str, secret: bytes) -> None:
     """Raises ValueError when other machines could reach transport tcp on `host` and there is no secret to ask for."""
@@ -16,9 +18,6 @@ def refuse_strangers(host: str, secret: bytes) -> None:
             f"transport tcp on {host} would let every machine read this node's KV: give the cluster's token "
             "(--token-file), or listen on 127.0.0.1 (--engine-host)"
         )
-
-
-_ROUNDING_BLOCKS = 2  # a prompt's partly filled last block, and the block its first output token may open
 
 
 @dataclass(frozen=True, slots=True)
