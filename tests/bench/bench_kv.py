@@ -12,6 +12,7 @@ alone, stands beside each. Writes build/bench-kv.json; shares and losses are of 
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -133,6 +134,7 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer arms and sessions: minutes, not an hour.")] = False,
 ) -> None:
     """Measure, write build/bench-kv.json, and show which bars are met."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the cluster is stopped on the way out
     begun_s = time.monotonic()
     plan = QUICK if quick else Plan()
     recorded = list(read_sessions(trace))
