@@ -49,7 +49,7 @@ class PoolMachine(RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(EvictionPolicy))
     def begin(self, policy: EvictionPolicy) -> None:
         """An empty node."""
-        self.pool, self.model = NodePool(24, 32, policy), PoolModel(24, 32, policy)
+        self.pool, self.model = NodePool(20, 26, policy), PoolModel(20, 26, policy)
 
     @rule(names=contexts, blocks=depths, more=st.integers(0, 6), use=st.sampled_from(LEG_USES))
     def begin_leg(self, names: list[bytes], blocks: int, more: int, use: Use) -> None:
@@ -119,22 +119,22 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.set_counts(pairs)
         self.model.set_counts(pairs)
 
-    @rule()
-    def free_l1(self) -> None:
-        """The node's role went from decode to prefill."""
-        assert self.pool.free_l1() == self.model.free_l1()
+    @rule(names=contexts)
+    def end_branch(self, names: list[bytes]) -> None:
+        """No branch needs a context any more."""
+        self.pool.set_counts(dict.fromkeys(names, 0))
+        self.model.set_counts(dict.fromkeys(names, 0))
 
-    @rule()
-    def clear(self) -> None:
-        """The same, by the paper's rule."""
-        assert self.pool.clear() == self.model.clear()
-
-    @precondition(lambda self: not self.legs)
-    @rule(tier=st.sampled_from(Tier))
-    def lose(self, tier: Tier) -> None:
-        """The process lost a tier."""
-        self.pool.lose(tier)
-        self.model.lose(tier)
+    @rule(what=st.sampled_from(["free", "free", "clear", Tier.L1, Tier.L2]))
+    def drop(self, what: str | Tier) -> None:
+        """The node's role went from decode to prefill, by either rule; or the process lost a tier."""
+        if what == "free":
+            assert self.pool.free_l1() == self.model.free_l1()
+        elif what == "clear":
+            assert self.pool.clear() == self.model.clear()
+        elif isinstance(what, Tier) and not self.legs:
+            self.pool.lose(what)
+            self.model.lose(what)
 
     @invariant()
     def sound(self) -> None:
@@ -181,7 +181,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 
 
 def fill(pool: NodePool, names: list[bytes]) -> None:
@@ -217,6 +217,35 @@ def test_a_count_below_keeps_an_ancestor_in_either_tier() -> None:
     fill(pool, CONTEXTS[5][:6])
     assert pool.matched(long, 10, Tier.L1) == 9
     assert pool.matched(other, 10, Tier.L1) == 5
+
+
+def test_what_a_later_leg_reuses_stays_when_the_rest_leaves() -> None:
+    """Two legs use a context while the node is cleared; a third comes to use its beginning again."""
+    pool = NodePool(40, 40)
+    names = CONTEXTS[2][:12]
+    fill(pool, names[:10])
+    pool.lock(names, 0, 10, Use.DECODE)
+    pool.reserve(2, Use.DECODE)
+    assert pool.clear() == 0
+    pool.lock(names, 0, 5, Use.PREFILL)
+    pool.unlock(names, 5, Use.PREFILL)
+    pool.commit(names, 10, 12, Use.DECODE)
+    pool.unlock(names, 12, Use.DECODE)
+    assert pool.held(names, 12) == 5
+
+
+def test_what_came_for_a_leg_that_waits_is_not_evicted() -> None:
+    pool = NodePool(20, 20)
+    fetched = CONTEXTS[2][:8]
+    assert pool.store(fetched, 0, 8) == 8
+    pool.lock(fetched, 0, 8, Use.FETCH)
+    fill(pool, CONTEXTS[3])
+    assert pool.matched(fetched, 8, Tier.L2) == 8
+    assert pool.matched(CONTEXTS[3], 20, Tier.L2) == 12
+    pool.unlock(fetched, 8, Use.FETCH)
+    pool.set_counts(dict.fromkeys(CONTEXTS[3], 1))
+    assert pool.store(CONTEXTS[3], 20, 20) == 20
+    assert pool.matched(fetched, 8, Tier.L2) == 0
 
 
 @pytest.mark.parametrize("policy", EvictionPolicy)
