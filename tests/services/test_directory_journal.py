@@ -288,6 +288,18 @@ async def test_a_disk_that_fails_from_the_start_is_waited_for(tmp_path: Path, di
     assert branches(recover(DataDir(tmp_path), "p0", CONFIG)) == names(1)
 
 
+async def test_a_journal_whose_disk_fails_can_be_closed_and_keeps_what_it_promised(tmp_path: Path, disk: Disk) -> None:
+    async with opened(DataDir(tmp_path)) as (journal, _):
+        journal.append(began(0))
+        await eventually(lambda: not journal.failed)
+        await journal.settled()
+        disk.error, disk.write_most = OSError(errno.EIO, "Input/output error"), 3
+        journal.append(began(1))
+        with pytest.raises(JournalFailed):
+            await journal.settled()
+    assert branches(recover(DataDir(tmp_path), "p0", CONFIG)) == names(1)
+
+
 async def test_full_segments_are_followed_by_others(tmp_path: Path) -> None:
     data = DataDir(tmp_path)
     files = SegmentFiles(data, "p0", 1, 4096)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import resource
 import threading
 import time
 from contextlib import AsyncExitStack
@@ -12,15 +13,17 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
+from cluster import ClusterSpec, LocalCluster
 from directory_harness import KEYS, Directory, Node, blocks_of, context, directory, split_record
 from etcd_process import Etcd
 from planner_harness import join, open_store
-from waiting import eventually
+from waiting import WAIT_S, eventually
 
 from evolving.core.directory_log import Began, BranchesEnded, RequestDone
 from evolving.core.directory_types import Begin
 from evolving.core.terms import Phase, Role, Tier
-from evolving.internal.v1 import directory_pb2
+from evolving.internal.v1 import directory_pb2, directory_pb2_grpc
+from evolving.runtime.channel import open_channel
 from evolving.v1 import common_pb2
 from evolving.wire.status import parse_error
 from evolving_directory import journal as journal_module
@@ -238,3 +241,55 @@ async def test_nothing_is_acknowledged_before_it_is_on_the_disk(
             free.set()
         await asyncio.gather(*waiting)
         await eventually(lambda: node.reports_acknowledged == 1)
+
+
+async def test_a_process_whose_files_cannot_grow_serves_on_once_they_can_and_keeps_all_it_promised(
+    tmp_path: Path,
+) -> None:
+    """The kernel itself refuses, in the middle of a write; then the process is killed."""
+    local = LocalCluster(ClusterSpec(state_dir=tmp_path, grace_s=5))
+    (tmp_path / "logs").mkdir()
+    promised: list[str] = []
+    try:
+        await asyncio.to_thread(local.start_etcd)
+        local.start_service("directory", "directory", 0, "--data-dir", str(tmp_path / "directory"))
+        await asyncio.to_thread(local.wait_ready, ["directory"])
+        process = local.processes["directory"]
+        _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (500_000, hard))
+        async with open_channel(process.address) as channel:
+            stub = directory_pb2_grpc.DirectoryServiceStub(channel)
+
+            async def begin(number: int) -> None:
+                request = directory_pb2.BeginRequest(
+                    partition_id="p0",
+                    tenant="default",
+                    branch=common_pb2.BranchMetadata(branch_id=f"b{number}"),
+                    request_id="r",
+                    new_names=context(str(number), 2_000),
+                )
+                await stub.Begin(request, timeout=WAIT_S)
+                promised.append(f"b{number}")
+
+            async def begin_many() -> None:
+                for number in range(100):
+                    await begin(number)
+
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await begin_many()
+            assert parse_error(refused.value).reason == "JOURNAL_FAILED"
+            assert len(promised) > 5
+            await eventually(lambda: not local.serving("directory"))
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (hard, hard))
+            await asyncio.to_thread(local.wait_ready, ["directory"])
+            await begin(1000)
+        local.kill("directory")
+        local.restart("directory")
+        await asyncio.to_thread(local.wait_ready, ["directory"])
+        async with open_channel(process.address) as channel:
+            stub = directory_pb2_grpc.DirectoryServiceStub(channel)
+            for branch in promised:
+                request = directory_pb2.ReadBranchRequest(partition_id="p0", tenant="default", branch_id=branch)
+                assert (await stub.ReadBranch(request, timeout=WAIT_S)).branch.prompt_blocks == 2_000
+    finally:
+        assert await asyncio.to_thread(local.stop) == []

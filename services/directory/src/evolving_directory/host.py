@@ -190,7 +190,7 @@ class Host:
                 self.journal.append(RoleTaken(node_id, role))
 
     def _drop_gone(self) -> None:
-        """A node is gone when etcd has it no more and its stream is broken. Either alone may be a moment's trouble, and a
+        """A node is gone when etcd has it no more and its stream is broken. Either alone may be a moment's trouble; a
         stream that this directory itself ended says nothing."""
         if self._registered is None or self._draining or self.journal.failed:
             return

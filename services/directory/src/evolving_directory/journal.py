@@ -205,28 +205,32 @@ class DiskJournal:
         await self._ended.wait()
 
     async def _write_out(self) -> None:
-        """Write all there is, however long the disk takes to let it."""
+        """Write all there is, however long the disk takes to let it; only `close` makes it give up."""
         segment = self._files.number
-        while True:
-            batch, self._unwritten = self._unwritten, []
-            upto, started_s = self._appended, self._clock.now_s()
-            try:
-                await self._in_thread(batch, mend=bool(self.failed))
-            except OSError as error:
-                self._unwritten[:0] = batch
-                self._fail(error)
-                await self._clock.sleep(_RETRY_S)
-                continue
-            self._metrics.journal_seconds.observe(self._clock.now_s() - started_s)
-            self._metrics.journal_bytes.inc(sum(map(len, batch)))
-            break
+        while not await self._try_to_write():
+            await self._clock.sleep(_RETRY_S)
+            if self._closing:
+                return
+        if self._files.number != segment:
+            self.rotated.set()
+
+    async def _try_to_write(self) -> bool:
+        batch, self._unwritten = self._unwritten, []
+        upto, started_s = self._appended, self._clock.now_s()
+        try:
+            await self._in_thread(batch, mend=bool(self.failed))
+        except OSError as error:
+            self._unwritten[:0] = batch
+            self._fail(error)
+            return False
+        self._metrics.journal_seconds.observe(self._clock.now_s() - started_s)
+        self._metrics.journal_bytes.inc(sum(map(len, batch)))
         if self.failed:
             _log.info("journal_works", segment=self._files.number)
             self.failed = ""
             self._on_change("")
         self._settle(upto)
-        if self._files.number != segment:
-            self.rotated.set()
+        return True
 
     async def _in_thread(self, batch: list[bytes], mend: bool) -> None:
         now_s = self._now_s()
