@@ -24,7 +24,7 @@ setup: .venv/.ready ## install everything into .venv
 	  -e libs/common -e libs/client -e libs/sim -e libs/replay \
 	  $(foreach service,$(filter-out node_agent,$(SERVICES)),-e services/$(service)) -e 'services/node_agent[sglang]' \
 	  -r deploy/setup/dev-requirements.txt
-	@$(BIN)/pip install -q --no-deps -c constraints.txt sglang torchvision
+	@$(BIN)/pip install -q --no-deps -c constraints.txt sglang torchvision ai-dynamo-runtime
 	@touch $@
 
 .venv-gen/.ready: protos/gen-requirements.txt
@@ -70,7 +70,7 @@ test: $(MODEL)/.ready ## every test, real engines included
 bench-flip: $(MODEL)/.ready ## gaps between tokens with and without a role switch, into build/bench-flip.json
 	@$(BIN)/python tests/bench/bench_flip.py $(ARGS)
 
-bench-directory: .venv/.ready ## speed and memory of the directory's core, into build/bench-directory.json
+bench-directory: .venv/.ready ## the directory's core beside Dynamo's tree (ARGS=--size: 20 M copies), into build/bench-directory.json
 	@mkdir -p build
 	@$(BIN)/python tests/bench/bench_directory.py --json build/bench-directory.json $(ARGS)
 

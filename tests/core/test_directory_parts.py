@@ -22,8 +22,9 @@ from evolving.core.terms import Phase, Tier
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (directory_audit, directory_nodes, directory_views):
+    for module in (directory_nodes, directory_views):
         monkeypatch.setattr(module, "SLICE_RUNS", 2)
+    monkeypatch.setattr(directory_audit, "_SLICE_RUNS", 2)
     monkeypatch.setattr(directory_audit, "_SLICE_BRANCHES", 1)
     monkeypatch.setattr(directory_views, "_SLICE_BRANCHES", 1)
 

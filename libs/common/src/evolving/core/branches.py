@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from evolving.core.directory_types import Loss
 from evolving.core.homes import HomeMap
@@ -206,8 +207,8 @@ class BranchTable:
         self._idle.pop(branch.key, None)
         surplus = len(branch.requests) - branch.running - self._remembered_requests
         if surplus > 0:
-            finished = [known for known, entry in branch.requests.items() if entry.done]
-            for request_id in finished[:surplus]:
+            finished = (known for known, entry in branch.requests.items() if entry.done)
+            for request_id in list(islice(finished, surplus)):
                 del branch.requests[request_id]
 
     def hear(self, now_s: float, branch: Branch, request: Request) -> None:

@@ -15,10 +15,11 @@ from evolving.core.branches import Branch
 from evolving.core.directory_state import DirectoryState
 from evolving.core.directory_types import AuditMismatch, AuditReport
 from evolving.core.refcounts import Node, count_at, home_key
-from evolving.core.runs import SLICE_RUNS, Run, Visit
+from evolving.core.runs import Run, Visit
 from evolving.core.terms import NAME_BYTES
 
 _SLICE_BRANCHES = 50
+_SLICE_RUNS = 100
 
 
 class _Part(NamedTuple):
@@ -95,7 +96,7 @@ def audit(
     compared: set[Run] = set()
     while not visit.over:
         _forget_restarted(state, visit, left)
-        for run in visit.take(SLICE_RUNS):
+        for run in visit.take(_SLICE_RUNS):
             laid = collected.get(run, [])
             if (laid or run.homes is not None) and run not in visit.changed and run not in compared:
                 compared.add(run)

@@ -7,7 +7,7 @@ lengths count blocks. Times are seconds of the caller's clock.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -74,8 +74,7 @@ class Output:
 # ------------------------------------------------------------------------------------------------- what comes in: nodes
 
 
-@dataclass(frozen=True, slots=True)
-class RunRef:
+class RunRef(NamedTuple):
     """Consecutive blocks of one context, named so that they can be found.
 
     names[0] has depth `first_block`, a multiple of 16. The blocks after the first `skip` are meant; the ones before
@@ -88,16 +87,14 @@ class RunRef:
     skip: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(NamedTuple):
     """Blocks became present in a tier of the node."""
 
     tier: Tier
     run: RunRef
 
 
-@dataclass(frozen=True, slots=True)
-class Removed:
+class Removed(NamedTuple):
     """Blocks left a tier of the node."""
 
     tier: Tier
@@ -164,7 +161,7 @@ class Match(NamedTuple):
     any_blocks: int = 0  # longest prefix each block of which some node holds in some tier
     nodes: Mapping[str, NodeDepth] = MappingProxyType({})  # nodes that hold block 0, by node id
     # Unpacked by `holders`, for few ask and a long context has many: stretches, where the last ends, their nodes.
-    stretches: tuple[Stretch, ...] = ()
+    stretches: Sequence[Stretch] = ()
     known_blocks: int = 0
     slots: tuple[str | None, ...] = ()
 
@@ -201,13 +198,12 @@ class BeginAnswer(NamedTuple):
     loss: Loss = Loss.NONE  # since the last request that set the branch's context
 
 
-@dataclass(frozen=True, slots=True)
-class CountUpdate:
+class CountUpdate(NamedTuple):
     """The branch count of these blocks on this node is now `count`. 0 also says that the node lost the copy."""
 
     node_id: str
     names: bytes
-    count: int
+    count: int  # type: ignore[assignment]  # instead of tuple.count
     reason: str
 
 

@@ -295,19 +295,14 @@ class PrefixIndex(RunTree):
         if not path:
             return Match(blocks=blocks)
         stretches = [(run.start, run.l1, run.l2) for run in path]
-        pool_blocks, any_blocks, l1_ends, l2_ends, either_ends = self._reach(stretches, end)
-        return Match(
-            blocks,
-            pool_blocks,
-            any_blocks,
-            {node: NodeDepth(l1_ends.get(node, 0), l2_ends.get(node, 0), depth) for node, depth in either_ends.items()},
-            tuple(stretches),
-            end,
-            self._slots_seen,
-        )
+        nodes, pool_blocks, any_blocks, scanned = self._depths(stretches, end)
+        if any_blocks < 0:
+            pool_blocks, any_blocks = self._pool_ends(stretches, scanned, pool_blocks, end)
+        return Match(blocks, pool_blocks, any_blocks, nodes, stretches, end, self._slots_seen)
 
-    def _reach(self, stretches: list[Stretch], end: int) -> tuple[int, int, Ends, Ends, Ends]:
-        """How far into a context the pool reaches, anybody, and each node in L1, in L2 and in either."""
+    def _depths(self, stretches: list[Stretch], end: int) -> tuple[dict[str, NodeDepth], int, int, int]:
+        """How deep each node's copies reach; scans as far as any does. Returns also the depths where the pool ends and
+        where copies do, if they were met (else -1), and how many stretches were scanned."""
         live = self.live
         _, l1, l2 = stretches[0]
         l1, l2 = l1 & live, l2 & live  # nodes that hold everything so far
@@ -315,16 +310,16 @@ class PrefixIndex(RunTree):
         l1_ends: Ends = {}
         l2_ends: Ends = {}
         either_ends: Ends = {}
-        pool_blocks = -1  # until a run is met that no node holds in L2
-        any_blocks = end
+        pool_blocks = -1
         alike = bool(l2)  # whether nothing can end in a run that all of l1 and l2 hold
+        scanned = 0
         for start, run_l1, run_l2 in stretches:
+            if alike and run_l2 & l2 == l2 and run_l1 & l1 == l1:
+                scanned += 1
+                continue
+            if not either:
+                break
             held = run_l1 | run_l2
-            if run_l2 & l2 == l2 and run_l1 & l1 == l1:
-                if alike:
-                    continue
-                if held & either == either and (pool_blocks >= 0 or run_l2 & live) and held & live:
-                    continue
             if pool_blocks < 0 and not run_l2 & live:
                 pool_blocks = start
             if lost := l1 & ~run_l1:
@@ -336,16 +331,33 @@ class PrefixIndex(RunTree):
             if lost := either & ~held:
                 self._end(either_ends, lost, start)
                 either &= held
-            if not held & live:
-                any_blocks = start
-                break
-            alike = either == l1 | l2 and bool(either) and bool(l2 or pool_blocks >= 0)
-        for left, ends in ((l1, l1_ends), (l2, l2_ends), (either, either_ends)):
-            if left:
-                self._end(ends, left, end)
-        return end if pool_blocks < 0 else pool_blocks, any_blocks, l1_ends, l2_ends, either_ends
+                if not either:
+                    break
+            alike = either == l1 | l2 and bool(l2 or pool_blocks >= 0)
+            scanned += 1
+        if either:
+            for left, ends in ((l1, l1_ends), (l2, l2_ends), (either, either_ends)):
+                if left:
+                    self._end(ends, left, end)
+            return _by_node(l1_ends, l2_ends, either_ends), end if pool_blocks < 0 else pool_blocks, end, scanned
+        return _by_node(l1_ends, l2_ends, either_ends), pool_blocks, -1, scanned
+
+    def _pool_ends(self, stretches: list[Stretch], first: int, pool_blocks: int, end: int) -> tuple[int, int]:
+        """Where the pool ends, and where copies do, of a context that no node holds beyond its first stretches."""
+        live = self.live
+        for at in range(first, len(stretches)):
+            start, l1, l2 = stretches[at]
+            if pool_blocks < 0 and not l2 & live:
+                pool_blocks = start
+            if pool_blocks >= 0 and not (l1 | l2) & live:
+                return pool_blocks, start
+        return end if pool_blocks < 0 else pool_blocks, end
 
     def _end(self, ends: Ends, mask: int, depth: int) -> None:
         """What the nodes of a mask hold without a gap ends at `depth`."""
         for node in self.nodes_of(mask):
             ends[node] = depth
+
+
+def _by_node(l1_ends: Ends, l2_ends: Ends, either_ends: Ends) -> dict[str, NodeDepth]:
+    return {node: NodeDepth(l1_ends.get(node, 0), l2_ends.get(node, 0), depth) for node, depth in either_ends.items()}
