@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 from engine.sglang.driving import BLOCK, greedy, prefill_only, prompt, serve
@@ -10,9 +11,13 @@ from engine.test_conformance import names_of
 from engine.test_mock_engine import mock, mocks
 from engine.test_mock_fetch import until_status
 
+from evolving.core.config import EvictionPolicy, FetchStart
 from evolving.runtime.clock import ManualClock
+from evolving_node_agent.engine_factory import make_engine
+from evolving_node_agent.engines.mock import MockEngine
 from evolving_node_agent.engines.mock.model import block_kv
 from evolving_node_agent.engines.port import CachedTokens, FinishReason, Tier
+from evolving_node_agent.settings import NodeAgentSettings
 
 
 @pytest.mark.parametrize("verify_kv", [True, False])
@@ -62,6 +67,35 @@ async def test_kv_by_name_has_the_digests_it_would_have() -> None:
             assert len(wanted) == 4
             assert await named.engine.block_digests([*names, bytes(16)], tier) == wanted
         assert block_kv(names[0], 8) != block_kv(names[1], 8)
+
+
+async def test_nodes_with_and_without_bytes_share_nothing() -> None:
+    async with mocks("real") as (real,), mocks("named", verify_kv=False) as (named,):
+        tokens = prompt(1, 3 * BLOCK + 1)
+        await prefill_only(named, tokens)
+        assert (await prefill_only(real, tokens, holders=(named.holder(0, 3),))).cached == CachedTokens()
+
+
+def test_settings_reach_the_engine() -> None:
+    settings = NodeAgentSettings(
+        node_id="a",
+        engine="mock",
+        eviction=EvictionPolicy.LRU,
+        fetch_start=FetchStart.ADMISSION,
+        fetch_readers=3,
+        fetch_bytes_per_s=1e9,
+        mock_verify_kv=False,
+        mock_bytes_per_token=100_000,
+        mock_tokens_per_iteration=3,
+        mock_fetch_bytes_per_s=2e9,
+    )
+    engine = make_engine(settings, ManualClock())
+    assert isinstance(engine, MockEngine)
+    config = engine.config
+    assert (config.eviction, config.fetch_start) == (EvictionPolicy.LRU, FetchStart.ADMISSION)
+    assert (config.fetch.readers, config.fetch.bytes_per_s, config.fetch_bytes_per_s) == (3, 1e9, 2e9)
+    assert (config.verify_kv, config.bytes_per_token, config.tokens_per_iteration) == (False, 100_000, 3)
+    assert config.transfer_bytes_per_s == math.inf
 
 
 async def test_a_page_evicted_while_it_is_read_is_a_miss() -> None:

@@ -94,4 +94,5 @@ class MockConfig:
     @property
     def kv_format(self) -> str:
         """What two engines must agree on to exchange KV."""
-        return f"{self.model}/{self.kv_revision}/{self.block_tokens}x{self.bytes_per_token}"
+        content = "" if self.verify_kv else "/names"
+        return f"{self.model}/{self.kv_revision}/{self.block_tokens}x{self.bytes_per_token}{content}"
