@@ -20,30 +20,42 @@ class Way(enum.Enum):
 
 @dataclass(frozen=True)
 class At:
-    """A byte of a connection, counted from its first."""
+    """A byte of each connection, counted from its first, or from where the connection was when the fault began."""
 
     way: Way
     byte: int
 
 
 class TcpProxy:
-    """Forwards connections. Faults may be set and taken back at any time; offsets count within each connection."""
+    """Forwards connections. Faults begin and end at any time."""
 
     def __init__(self, target_host: str, target_port: int) -> None:
         self._target = (target_host, target_port)
         self.address = ("", 0)  # where it listens
-        self.flip: At | None = None  # this byte arrives altered
-        self.cut: At | None = None  # the connection ends before this byte passes
         self.delay_s = 0.0  # before each piece of at most 16 KiB is passed on
         self.open = asyncio.Event()  # while it is not set, no byte passes and no end is told
         self.open.set()
         self.forwarded = {Way.REQUEST: 0, Way.ANSWER: 0}  # bytes, over all connections
-        self.connections = 0  # so far
+        self.met = 0  # times that the present fault was met
+        self._flip: At | None = None
+        self._cut: At | None = None
+        self._faults = 0
         self._writers: set[asyncio.StreamWriter] = set()
+
+    def harm(self, flip: At | None = None, cut: At | None = None) -> None:
+        """From now on, in every connection: this byte arrives altered, or the connection ends before it."""
+        self._flip, self._cut = flip, cut
+        self._faults += 1
+        self.met = 0
+
+    def heal(self) -> None:
+        """Be a good network again."""
+        self.harm()
+        self.delay_s = 0.0
+        self.open.set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, until either side ends it."""
-        self.connections += 1
         try:
             other_reader, other_writer = await asyncio.open_connection(*self._target)
         except OSError:
@@ -66,28 +78,35 @@ class TcpProxy:
                 end.close()
 
     async def _forward(self, way: Way, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        passed = 0
+        passed, faults = 0, self._faults
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(_CHUNK_BYTES):
                 if self.delay_s:
                     await asyncio.sleep(self.delay_s)
                 await self.open.wait()
-                ends = self.cut is not None and self.cut.way is way and self.cut.byte < passed + len(data)
-                if ends:
-                    assert self.cut is not None
-                    data = data[: max(0, self.cut.byte - passed)]
-                writer.write(self._altered(way, passed, data))
+                if faults != self._faults:
+                    passed, faults = 0, self._faults
+                kept = self._harmed(At(way, passed), data)
+                writer.write(kept)
                 await writer.drain()
-                passed += len(data)
-                self.forwarded[way] += len(data)
-                if ends:
+                passed += len(kept)
+                self.forwarded[way] += len(kept)
+                if len(kept) < len(data):
                     return
 
-    def _altered(self, way: Way, passed: int, data: bytes) -> bytes:
-        if self.flip is None or self.flip.way is not way or not 0 <= self.flip.byte - passed < len(data):
-            return data
-        at = self.flip.byte - passed
-        return data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :]
+    def _harmed(self, start: At, data: bytes) -> bytes:
+        """What arrives of the data that begins there."""
+        if (at := self._place(self._flip, start, data)) is not None:
+            data = data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :]
+        if (at := self._place(self._cut, start, data)) is not None:
+            data = data[:at]
+        return data
+
+    def _place(self, fault: At | None, start: At, data: bytes) -> int | None:
+        if fault is None or fault.way is not start.way or not 0 <= fault.byte - start.byte < len(data):
+            return None
+        self.met += 1
+        return fault.byte - start.byte
 
     def close(self) -> None:
         """End every connection at once."""

@@ -109,8 +109,8 @@ async def test_a_server_that_does_not_know_the_token_is_found_out() -> None:
 
 async def test_a_damaged_answer_ends_the_connection_and_the_next_one_is_good() -> None:
     async with serving(b"the token") as service, proxied(service.address) as proxy, guest(b"the token") as peers:
-        proxy.flip = At(Way.ANSWER, 80)  # 64 bytes of proof come before
+        proxy.harm(flip=At(Way.ANSWER, 80))  # 64 bytes of proof come before
         with pytest.raises(p.PeerLost):
             await peers.at(at(proxy.address))
-        proxy.flip = None
+        proxy.heal()
         assert (await peers.at(at(proxy.address))).welcome == WELCOME

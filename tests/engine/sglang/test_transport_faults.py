@@ -28,13 +28,13 @@ async def through_a_fault(flip: At | None, cut: At | None) -> None:
         theirs, ours, aside = Memory(SIZE, seed=1), Memory(SIZE), Memory(SIZE)
         peer.register(theirs.address, theirs.size)
         async with proxied(("127.0.0.1", port_of(peer.session))) as proxy:
-            proxy.flip, proxy.cut = flip, cut
+            proxy.harm(flip, cut)
             session = through(peer.session, proxy.address)
             outcome = Outcome(reader, session, [(ours.address, theirs.address, SIZE)])
             if await outcome.ok():
                 assert ours.bytes() == theirs.bytes()
             ours.fill(bytes([UNTOUCHED]) * SIZE)
-            proxy.flip = proxy.cut = None
+            proxy.heal()
             again = Outcome(reader, session, [(aside.address, theirs.address, SIZE)])
             if not await again.ok():  # the connection of before, whose fault was found only now
                 assert await read(reader, session, [(aside.address, theirs.address, SIZE)])
@@ -68,7 +68,7 @@ async def test_where_it_matters_a_flipped_byte_fails_the_read(way: Way, byte: in
         theirs, ours = Memory(1 << 20, seed=1), Memory(SIZE)
         peer.register(theirs.address, theirs.size)
         async with proxied(("127.0.0.1", port_of(peer.session))) as proxy:
-            proxy.flip = At(way, byte)
+            proxy.harm(flip=At(way, byte))
             session = through(peer.session, proxy.address)
             assert not await read(reader, session, [(ours.address, theirs.address + (1 << 19), SIZE)])
 
