@@ -18,7 +18,8 @@ from .test_fetch import NEVER_S, alter_block, events_of, held_by, until_status
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.sglang, pytest.mark.timeout(300)]
 BLOCK = 64
-SMALL = {"l1_tokens": 2048, "l2_tokens": 4096, "chunk_tokens": 256}
+# Prompts are computed in one chunk, so that each is one node of SGLang's tree.
+SMALL = {"l1_tokens": 2048, "l2_tokens": 4096, "chunk_tokens": 512}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")

@@ -172,9 +172,11 @@ async def test_a_fetch_under_the_wait_costs_nothing_and_stays(pair: list[Node], 
     fetching = asyncio.create_task(events_of(small, tokens, holders=(source.holder(0, longest // BLOCK),)))
     usable = (longest - 1) // BLOCK
     await until_status(small, lambda status: status.fetched_tokens == usable * BLOCK)
-    # More than its L2 holds passes by; what came for the waiting leg is older, and stays.
+    # More than its L2 holds passes by, and branches need all of it; what came for the waiting leg stays all the same.
     for seed in range(64):
-        await prefill_only(small, prompt(54_600 + seed, BLOCK + 1), priority=1)
+        filler = prompt(54_600 + seed, BLOCK + 1)
+        await prefill_only(small, filler, priority=1)
+        await small.engine.set_counts({names(filler)[0]: 1})
     await small.until(lambda: names(prompt(54_600, BLOCK))[0] not in small.held[Tier.L2])
     assert not fetching.done()
     await collect(small.engine.decode(decode))

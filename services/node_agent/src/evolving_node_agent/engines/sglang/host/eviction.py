@@ -107,7 +107,9 @@ class EvenNodes:
     def _cut(self, node: Any) -> None:
         """Cut a node at the blocks where another effective count begins; it stays the last part itself."""
         self._strategy.effective_count(node)
-        cuts, node.cuts = node.cuts, ()
+        cuts = node.cuts
+        if cuts:
+            node.counted_at = None  # what is remembered is the count of its first block, which goes to another node
         for cut in cuts:
             node, action = self._core._split_node(node.key, node, cut * self._core.page_size)
             if action is not None:
