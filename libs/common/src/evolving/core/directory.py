@@ -12,6 +12,9 @@ holds b. They are kept incrementally, run by run, and pushed to the nodes as `Co
 Every method takes `now_s`, changes state and returns effects for the shell to carry out. Expected failures are raised
 (`evolving.core.errors`) and change nothing.
 
+Copies are the nodes' to tell. All else survives a restart: `keep_log` says each change as an entry, `replay` takes
+entries back, `snapshot` and `restore` stand for all entries so far.
+
 The rules, where the paper leaves them open:
 - A Begin of a version higher than the current rewrites the context. Of the same version: it *extends* when the last
   prompt (not the output: harnesses strip thinking) is a prefix of the new one. Otherwise it is a *side request* while
