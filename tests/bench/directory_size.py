@@ -225,6 +225,7 @@ class Served:
 async def _read(outbox: Outbox) -> None:
     async for message in outbox.messages():
         message.SerializeToString()
+        await asyncio.sleep(0)  # as gRPC's write does
 
 
 async def _requests(batches: Iterator[directory_pb2.KvBatch]) -> AsyncIterator[directory_pb2.ConnectNodeRequest]:
@@ -240,9 +241,10 @@ async def stalls(sized: Sized) -> dict[str, dict[str, float]]:
     every_node = dict.fromkeys(pool.nodes, Role.DECODE)
     prefill, decode, other = 0, NODES // 2, NODES // 2 + 1
 
+    batches = list(sized.snapshot(prefill))
+
     async def resync() -> None:
         async with served.stream(prefill) as stream:
-            batches = list(sized.snapshot(prefill))
             for batch in batches:
                 pool.sequences[prefill] += 1
                 batch.sequence = pool.sequences[prefill]

@@ -143,7 +143,7 @@ def test_turns_taken_bit_by_bit_come_to_what_they_would_at_once(seed: int, rule:
 
 
 def test_a_turn_of_many_branches_is_taken_in_parts() -> None:
-    cluster = Cluster("p1", "d1", config=DirectoryConfig(sweep_runs_per_tick=20))
+    cluster = Cluster("p1", "d1", config=DirectoryConfig(sweep_runs_per_tick=400))
     for number in range(50):
         cluster.serve(f"b{number}", "r1", f"sys{number}", output="out")
     heard = [cluster.switch("d1", Role.DECODE, Role.PREFILL)]

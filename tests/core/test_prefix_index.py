@@ -121,6 +121,18 @@ def test_a_run_below_an_unknown_block_is_refused(index: PrefixIndex, rng: random
     index.check_invariants()
 
 
+def test_a_run_below_another_continuation_of_the_same_depth_is_refused(index: PrefixIndex, rng: random.Random) -> None:
+    names = fresh(rng, 19)
+    a = index.add_node("a")
+    index.add_copies(a, Tier.L2, ref(names, 0, 19))
+    other = names[: 17 * NAME_BYTES] + fresh(rng, 10)
+    with pytest.raises(UnknownParent):
+        index.add_copies(a, Tier.L2, ref(other, 19, 27))
+    assert index.match(names).pool_blocks == 19
+    assert index.match(other).pool_blocks == 17
+    index.check_invariants()
+
+
 def test_a_run_named_from_its_context_start_may_have_holes_above(index: PrefixIndex, rng: random.Random) -> None:
     names = fresh(rng, 40)
     a = index.add_node("a")

@@ -18,8 +18,8 @@ from evolving.core.refcounts import Node, count_at, home_key
 from evolving.core.runs import Run, Visit
 from evolving.core.terms import NAME_BYTES
 
-_SLICE_BRANCHES = 50
-_SLICE_RUNS = 100
+_SLICE_BRANCHES = 20
+_SLICE_RUNS = 50
 
 
 class _Part(NamedTuple):

@@ -66,7 +66,7 @@ def node_gone(state: DirectoryState, node_id: str) -> list[Effect]:
     state.counts.remove_node(node)
     directory_turns.start(state, TurnKind.GONE, node, "node gone")
     state.record(NodeLost(state.now_s, node_id))
-    return directory_turns.advance(state, state.config.sweep_runs_per_tick)
+    return directory_turns.advance(state)
 
 
 def _node(state: DirectoryState, node_id: str, incarnation: str | None) -> Node:
@@ -210,4 +210,4 @@ def role_switch(state: DirectoryState, node_id: str, old: Role, new: Role) -> li
     else:
         directory_turns.start(state, TurnKind.RESET, node, reason)
         first = ClearMemory(node_id, reason)
-    return [first, *directory_turns.advance(state, state.config.sweep_runs_per_tick)]
+    return [first, *directory_turns.advance(state)]

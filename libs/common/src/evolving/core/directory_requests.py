@@ -159,7 +159,7 @@ def tick(state: DirectoryState, now_s: float) -> list[Effect]:
         effects = apply_limits(state, limits)
         state.record(limits)
     if state.turns.due:
-        effects += directory_turns.advance(state, config.sweep_runs_per_tick)
+        effects += directory_turns.advance(state)
     else:
         state.index.sweep(config.sweep_runs_per_tick)
     return effects

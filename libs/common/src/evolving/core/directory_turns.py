@@ -16,6 +16,7 @@ from evolving.core.refcounts import Node
 from evolving.core.terms import Phase
 
 _BRANCH_RUNS = 3  # what looking at a branch costs, in runs
+_SWEPT_RUNS = 20  # how many are swept in the time one takes to change hands
 
 
 def start(state: DirectoryState, kind: TurnKind, node: Node, reason: str) -> None:
@@ -43,10 +44,10 @@ def flush(state: DirectoryState, effects: list[Effect]) -> list[Effect]:
     return earlier + effects
 
 
-def advance(state: DirectoryState, runs_max: int) -> list[Effect]:
-    """Let branches take their turns, until about `runs_max` runs were visited."""
+def advance(state: DirectoryState) -> list[Effect]:
+    """Let branches take their turns for about as long as a tick's sweep takes."""
     turns = state.turns
-    left = runs_max
+    left = state.config.sweep_runs_per_tick // _SWEPT_RUNS
     while turns.open and left >= 0:
         turn = turns.open[0]
         visited = state.counts.visited_runs

@@ -23,7 +23,7 @@ from evolving.core.terms import ANCHOR_BLOCKS, NAME_BYTES
 
 ANCHOR_BYTES = ANCHOR_BLOCKS * NAME_BYTES
 
-SLICE_RUNS = 2_000
+SLICE_RUNS = 1_000
 """Runs looked at in one go, where all are: a few milliseconds."""
 
 
