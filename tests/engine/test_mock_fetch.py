@@ -85,7 +85,7 @@ async def test_what_is_fetched_while_only_the_fetch_is_waited_for_is_not_hidden(
 
 async def test_modelled_time_of_a_fetch_is_divided_by_the_speed_up() -> None:
     clock = ManualClock()
-    limited = FetchConfig(bytes_per_s=1e-3)
+    limited = FetchConfig(chunk_blocks=2, bytes_per_s=1e-3)
     async with mocks("a", "b", clock=clock, fetch_bytes_per_s=1e-3, fetch=limited) as (a, b):  # speed_up: inf
         tokens = prompt(1, PROMPT)
         await prefill_only(a, tokens)
@@ -113,6 +113,21 @@ async def test_a_leg_is_held_up_for_its_deadline_and_waits_in_the_queue_for_free
         assert (taken.queue_s, taken.fetch_s, taken.hidden_s) == pytest.approx((105.0, 105.0, 100.0))
         assert event(leg, Prefilled).cached == CachedTokens()
         await until_status(b, lambda status: status.fetching_blocks == 0)
+
+
+async def test_a_busy_engine_holds_up_nobody() -> None:
+    """While the chunks of others are full a leg could not be taken, so its deadline doesn't run."""
+    clock = ManualClock()
+    async with mocks("a", "b", clock=clock, speed_up=0.1) as (a, b):
+        tokens = prompt(1, PROMPT)
+        computed = asyncio.ensure_future(prefill_only(a, tokens))
+        await pass_time_until(clock, computed.done)
+        mock(a).faults.transfer_delay_s = 1e6
+        long = Leg(b.engine.prefill(jobs(b, prompt(2, 1500), greedy(1))[0]))
+        await long.until(Taken)
+        leg = fetching(b, tokens, a, fetch_deadline_s=0.2)
+        await pass_time_until(clock, leg.task.done)
+        assert event(leg, Taken).hidden_s >= event(long, Prefilled).prefill_s / 2
 
 
 async def test_a_finished_fetch_does_not_wait_for_a_slower_one_ahead() -> None:
@@ -177,7 +192,7 @@ async def test_what_was_fetched_stays_for_its_leg_and_a_full_pool_stops_nobody()
             await prefill_only(c, tokens)
         mock(b).faults.stall()
         legs = [fetching(b, tokens, c) for tokens in prompts]
-        await until_status(b, lambda status: status.fetching_blocks == status.fetch_backlog_tokens == 0)
+        await until_status(b, lambda status: len(status.queued) == 12 and not status.fetch_backlog_tokens)
         mock(b).faults.resume()
         assert [await leg.error() for leg in legs] == [None] * 12
         cached = [event(leg, Prefilled).cached.peer for leg in legs]
