@@ -218,6 +218,18 @@ def test_a_data_directory_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------------------- writing
 
 
+def test_a_snapshot_without_its_end_is_refused(tmp_path: Path) -> None:
+    data = write_segments(tmp_path, 3, 1)
+    written = write_snapshot(data, "p0", 2).read_bytes()
+    path = data.snapshot(2)
+    for end in range(1, len(written)):
+        path.write_bytes(written[:end])
+        with pytest.raises(DataDirError, match=path.name):
+            recover(data, "p0", CONFIG)
+    path.write_bytes(written)
+    assert branches(recover(data, "p0", CONFIG)) == names(4)
+
+
 async def test_nothing_is_settled_before_its_sync_and_one_sync_carries_many(tmp_path: Path, disk: Disk) -> None:
     async with opened(DataDir(tmp_path)) as (journal, _):
         await eventually(lambda: not journal.failed)

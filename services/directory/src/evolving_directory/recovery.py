@@ -81,13 +81,15 @@ class _Parts:
         self.whole = False
 
     def __iter__(self) -> Iterator[Any]:
+        read = 1  # the header
         for _, record in self._records:
-            if isinstance(record, RoleTaken):
+            if isinstance(record, FileEnd):
+                self.whole = record.records == read
+            elif isinstance(record, RoleTaken):
                 self.roles[record.node_id] = record.role
-            elif isinstance(record, FileEnd):
-                self.whole = True
             else:
                 yield record
+            read += 1
 
 
 def _replay(path: Path, records: Iterator[tuple[int, Record]], found: Recovered) -> None:
