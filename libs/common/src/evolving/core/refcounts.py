@@ -188,6 +188,7 @@ class RefCounts:
     def _join(self, runs: list[Run], node: Node, phase: Phase, reason: str, effects: list[Effect]) -> None:
         """One more branch has its home of these runs there."""
         key = home_key(node.number, phase)
+        node_id, number, bit = node.node_id, node.number, node.bit
         watched = self._index.visits
         for run in runs:
             homes = run.homes
@@ -197,15 +198,16 @@ class RefCounts:
                 homes = run.homes = {key: 1}
             else:
                 homes[key] = homes.get(key, 0) + 1
-            if (run.l1 | run.l2) & node.bit:
-                count = count_at(homes, node.number)
+            if (run.l1 | run.l2) & bit:
+                count = count_at(homes, number)
                 if count == 1:
                     node.held_blocks += run.size
-                effects.append(CountUpdate(node.node_id, run.names, count, reason))
+                effects.append(CountUpdate(node_id, run.names, count, reason))
 
     def _leave(self, runs: list[Run], node: Node, phase: Phase, reason: str, effects: list[Effect]) -> None:
         """One branch less has its home of these runs there."""
         key = home_key(node.number, phase)
+        node_id, number, bit = node.node_id, node.number, node.bit
         watched = self._index.visits
         for run in runs:
             homes = run.homes
@@ -218,11 +220,11 @@ class RefCounts:
                 del homes[key]
             else:
                 homes = run.homes = None
-            if (run.l1 | run.l2) & node.bit:
-                count = 0 if homes is None else count_at(homes, node.number)
+            if (run.l1 | run.l2) & bit:
+                count = count_at(homes, number) if homes else 0
                 if count == 0:
                     node.held_blocks -= run.size
-                effects.append(CountUpdate(node.node_id, run.names, count, reason))
+                effects.append(CountUpdate(node_id, run.names, count, reason))
 
     # --------------------------------------------------------------------------------------------------------- contexts
 
