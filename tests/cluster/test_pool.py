@@ -25,10 +25,11 @@ from evolving_client import Branch, Client, Finished
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
 BLOCK = 64
 OUTPUT = 70
-# Two nodes that prefill have room for three or four sessions, the one that decodes for all of them, in L2.
+# Two nodes that prefill have room for a few sessions in L2, the one that decodes for all. L2 is larger than L1,
+# for what is in L1 keeps its copy in L2, and fetched blocks need room there beside it.
 SIZES = {
-    "node-a": ("--l1-tokens=1024", "--l2-tokens=1024"),
-    "node-b": ("--l1-tokens=1024", "--l2-tokens=1024"),
+    "node-a": ("--l1-tokens=1024", "--l2-tokens=2048"),
+    "node-b": ("--l1-tokens=1024", "--l2-tokens=2048"),
     "node-c": ("--l1-tokens=1536", "--l2-tokens=32768"),
 }
 
