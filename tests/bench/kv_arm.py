@@ -76,6 +76,7 @@ def _spec(arm: Arm, plan: Plan, state: Path) -> ClusterSpec:
         "fetch-fixed-s": FETCH_FIXED_S / arm.compression,
         "directory-timeout-s": 10,
         "node-silence-s": 30,
+        "context-cache-bytes": 48 << 20,  # fills early, so that what grows later is no cache
         "log-level": "warning",
     }
     return ClusterSpec(
@@ -123,6 +124,7 @@ async def _measure(cluster: LocalCluster, arm: Arm, stagger_s: float, begun_s: f
         "l1_tokens_per_node": _flag(cluster, "l1-tokens"),
         "l2_tokens_per_node": arm.l2_tokens,
         "peak_held_blocks": watch.peak_held_blocks,
+        "peak_held_blocks_by_node": watch.peak_held_by_node,
         "peak_l1_blocks": watch.peak_l1_blocks,
         "peak_l2_blocks": watch.peak_l2_blocks,
         "audit": audit,

@@ -27,6 +27,7 @@ class Watch:
     cluster: LocalCluster
     directory: directory_pb2_grpc.DirectoryServiceAsyncStub
     peak_held_blocks: int = 0
+    peak_held_by_node: dict[str, int] = field(default_factory=dict)
     peak_l1_blocks: int = 0
     peak_l2_blocks: int = 0
     _begun_s: float = field(default_factory=time.monotonic)
@@ -40,6 +41,9 @@ class Watch:
                 samples.append((time.monotonic() - self._begun_s, resident_bytes(process.pid)))
             nodes = await self._nodes()
             self.peak_held_blocks = max(self.peak_held_blocks, sum(node.held_blocks for node in nodes))
+            for node in nodes:
+                most = self.peak_held_by_node.get(node.node_id, 0)
+                self.peak_held_by_node[node.node_id] = max(most, node.held_blocks)
             self.peak_l1_blocks = max(self.peak_l1_blocks, sum(node.l1_blocks for node in nodes))
             self.peak_l2_blocks = max(self.peak_l2_blocks, sum(node.l2_blocks for node in nodes))
             await asyncio.sleep(POLL_S)
