@@ -6,9 +6,11 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+from directory_harness import directory
+from etcd_process import Etcd
 
 from evolving.runtime.clock import ManualClock
-from evolving_directory.collector import ShortCollections
+from evolving_directory.collector import ShortCollections, begin
 
 
 @pytest.fixture(autouse=True)
@@ -35,3 +37,19 @@ def test_a_long_full_collection_sets_aside_what_survived_it() -> None:
 def test_short_and_partial_collections_set_nothing_aside() -> None:
     assert collect(0.001, 2) == 0
     assert collect(0.05, 1) == 0
+
+
+def test_its_end_leaves_the_collector_as_it_was() -> None:
+    before = list(gc.callbacks)
+    watch = begin(ManualClock())
+    assert gc.get_freeze_count() > 0
+    assert gc.callbacks == [*before, watch]
+    watch.end()
+    assert (gc.get_freeze_count(), gc.callbacks) == (0, before)
+
+
+async def test_a_directory_that_was_served_leaves_the_collector_as_it_was(etcd: Etcd) -> None:
+    before = list(gc.callbacks)
+    async with directory(etcd):
+        assert gc.get_freeze_count() > 0
+    assert (gc.get_freeze_count(), gc.callbacks) == (0, before)

@@ -114,8 +114,11 @@ async def serve(service: Service[DirectorySettings], host: Host) -> None:
         service.spawn(host.let_time_pass(), "let_time_pass")
         service.spawn(host.give_up_absent(), "give_up_absent")
         service.spawn(host.show_sizes(), "show_sizes")
-        collector.begin(clock)
-        await service.serve()
+        collections = collector.begin(clock)
+        try:
+            await service.serve()
+        finally:
+            collections.end()
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ _FULL = 2  # the oldest generation
 
 
 class ShortCollections:
-    """Installed once per process, with `gc.callbacks.append`."""
+    """Once per process: see `begin`."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -32,9 +32,16 @@ class ShortCollections:
         elif self._clock.now_s() - self._started_s >= _LONG_S:
             gc.freeze()
 
+    def end(self) -> None:
+        """Leave the collector as it was: what else runs in the process may count on it."""
+        gc.callbacks.remove(self)
+        gc.unfreeze()
 
-def begin(clock: Clock) -> None:
-    """Set aside what lives from the start on, and watch collections from now on."""
+
+def begin(clock: Clock) -> ShortCollections:
+    """Set aside what lives from the start on, and watch collections until `end`."""
+    watch = ShortCollections(clock)
     gc.collect()
     gc.freeze()
-    gc.callbacks.append(ShortCollections(clock))
+    gc.callbacks.append(watch)
+    return watch
