@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from waiting import eventually
 
 from evolving.core.config import DirectoryConfig
-from evolving.core.directory_log import Began, BranchesEnded
+from evolving.core.directory_log import Began, BranchesEnded, NodeCame, NodeLost
 from evolving.core.directory_types import Begin
 from evolving.core.terms import Role
 from evolving.runtime.clock import SystemClock
@@ -197,6 +197,35 @@ def test_a_snapshot_and_the_segments_after_it_are_the_same_as_all_segments(tmp_p
         assert data.snapshots() == [upto]
         assert data.segments() == list(range(upto, 5))
         assert not left.exists()
+
+
+def test_what_a_killed_process_left_unsynced_is_durable_before_anything_builds_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write_segments(tmp_path, 2, 1)
+    synced: list[str] = []
+    sync = os.fsync
+
+    def fsync(handle: int) -> None:
+        sync(handle)
+        synced.append(Path(f"/proc/self/fd/{handle}").readlink().name)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert branches(recover(data, "p0", CONFIG)) == names(3)
+    assert synced == [data.segment(2).name, tmp_path.name], "the file, then its name"
+
+
+def test_the_role_of_a_node_is_forgotten_with_the_node(tmp_path: Path) -> None:
+    data = DataDir(tmp_path)
+    records = [
+        NodeCame(1000.0, "n", "1"),
+        RoleTaken("n", Role.DECODE),
+        NodeCame(1001.0, "m", "1"),
+        RoleTaken("m", Role.DECODE),
+        NodeLost(1002.0, "n"),
+    ]
+    SegmentFiles(data, "p0", 1, 4096).write(b"".join(frame(encode(record)) for record in records), 900.0)
+    assert recover(data, "p0", CONFIG).roles == {"m": Role.DECODE}
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:

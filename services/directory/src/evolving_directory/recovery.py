@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from evolving.core.config import DirectoryConfig
 from evolving.core.directory import Directory
+from evolving.core.directory_log import NodeLost
 from evolving.core.errors import CoreError
 from evolving.core.terms import Role
 from evolving.runtime.log import get_logger
@@ -33,12 +34,16 @@ class Recovered:
 
 
 def recover(data: DataDir, partition_id: str, config: DirectoryConfig) -> Recovered:
-    """Read everything; cut off what the last write left unfinished. Raises DataDirError."""
+    """Read everything; cut off what the last write left unfinished. What was read is durable. Raises DataDirError."""
     last = max(data.segments(), default=0)
-    if last:
-        _cut_torn_tail(data.segment(last))
-    found = read(data, partition_id, config)
-    data.drop_before(found.first_segment)
+    try:
+        if last:
+            _make_last_whole(data.segment(last))
+        data.sync()
+        found = read(data, partition_id, config)
+        data.drop_before(found.first_segment)
+    except OSError as error:
+        raise DataDirError(f"{data.path} can't be used ({error})") from error
     return found
 
 
@@ -98,6 +103,8 @@ def _replay(path: Path, records: Iterator[tuple[int, Record]], found: Recovered)
         if isinstance(record, RoleTaken):
             found.roles[record.node_id] = record.role
             continue
+        if isinstance(record, NodeLost):
+            found.roles.pop(record.node_id, None)  # if it comes back, it comes as a new one
         try:
             found.directory.replay(cast("Any", record))
         except (CoreError, KeyError) as error:
@@ -140,31 +147,27 @@ def _damaged(path: Path, why: str) -> DataDirError:
     )
 
 
-def _cut_torn_tail(path: Path) -> None:
+def _make_last_whole(path: Path) -> None:
     """Cut the last segment where its first bad frame begins: a write that a crash cut short was acknowledged to nobody.
-    One without a whole header is removed."""
-    end = 0
+    One without a whole header is removed. What is left is synced, for the process that wrote it may have died before it
+    did, and what comes next builds on it. Raises OSError."""
+    cut: int | None = 0
+    why = "it is empty"
     try:
         for _ in read_frames(path):
-            end = 1
-        if end:
-            return
-        why, cut = "it is empty", 0
+            cut = None
     except BadFrame as error:
-        why, cut = str(error), error.offset
-    except OSError as error:
-        raise DataDirError(f"{path} can't be read ({error})") from error
-    size = path.stat().st_size
-    _log.warning("journal_tail_cut", file=str(path), reason=why, kept_bytes=cut, cut_bytes=size - cut)
-    try:
+        cut, why = error.offset, str(error)
+    if cut is not None:
+        size = path.stat().st_size
+        _log.warning("journal_tail_cut", file=str(path), reason=why, kept_bytes=cut, cut_bytes=size - cut)
         if cut == 0:
             path.unlink()
             return
-        handle = os.open(path, os.O_WRONLY)
-        try:
+    handle = os.open(path, os.O_WRONLY)
+    try:
+        if cut is not None:
             os.ftruncate(handle, cut)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-    except OSError as error:
-        raise DataDirError(f"{path} can't be cut to {cut} bytes ({error})") from error
+        os.fsync(handle)
+    finally:
+        os.close(handle)
