@@ -147,6 +147,12 @@ class PoolModel:
         below = [self.effective(each) for each in self.blocks.values() if each.parent is block]
         return max([self.counts.get(block.name, 0), *below])
 
+    def needed(self, block: Block, tier: Tier) -> int:
+        """Branches that need a block in a tier; a leg that runs stands for one."""
+        if self.policy is EvictionPolicy.LRU:
+            return 0
+        return max(self.effective(block), int(tier is Tier.L2 and block.used_in(Tier.L1)))
+
     def evict(self, tier: Tier, keep: Block | None) -> bool:
         """Drop the block that goes first."""
         leaves = [
@@ -159,10 +165,7 @@ class PoolModel:
         ]
         if not leaves:
             return False
-        orders = {
-            (self.effective(block) if self.policy is EvictionPolicy.AGENT else 0, block.accessed): block
-            for block in leaves
-        }
+        orders = {(self.needed(block, tier), block.accessed): block for block in leaves}
         assert len(orders) == len(leaves), "the order is a whole one"
         self._drop_leaf(orders[min(orders)], tier)
         return True

@@ -248,6 +248,24 @@ def test_what_came_for_a_leg_that_waits_is_not_evicted() -> None:
     assert pool.matched(fetched, 8, Tier.L2) == 0
 
 
+def test_what_a_running_leg_computes_is_as_needed_as_what_branches_count() -> None:
+    """Its branch's counts come later: until then its L2 copies go by last use, and not before all that is counted."""
+    pool = NodePool(30, 20)
+    counted, running = CONTEXTS[2][:14], CONTEXTS[3][:6]
+    fill(pool, counted)
+    pool.set_counts(dict.fromkeys(counted, 1))
+    pool.reserve(6, Use.DECODE)
+    pool.commit(running, 0, 6, Use.DECODE)
+    assert pool.store(CONTEXTS[5], 0, 4) == 4
+    assert pool.matched(running, 6, Tier.L2) == 6
+    assert pool.matched(counted, 14, Tier.L2) == 10
+    pool.unlock(running, 6, Use.DECODE)
+    assert pool.store(_context(7), 0, 8) == 8
+    assert pool.matched(running, 6, Tier.L2) == 2, "nobody ever counted it, and nobody uses it any more"
+    assert pool.matched(CONTEXTS[5], 4, Tier.L2) == 0
+    assert pool.matched(counted, 14, Tier.L2) == 10
+
+
 @pytest.mark.parametrize("policy", EvictionPolicy)
 def test_counts_come_before_use_unless_told_otherwise(policy: EvictionPolicy) -> None:
     """§4.4: (count, last access) in whole order: a block counted twice outlives one counted once, used however late."""

@@ -1,4 +1,8 @@
-"""What a node evicts first: the least needed by branches, then the longest unused; never a parent before a child."""
+"""What a node evicts first: the least needed by branches, then the longest unused; never a parent before a child.
+
+A block that a running leg uses may leave L2 while L1 keeps it. The leg's branch will need it, and its counts of new
+blocks are still on their way; so in L2 such a block is needed by one branch at least.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from evolving.core.config import EvictionPolicy
 from evolving.core.pool_runs import Run
 from evolving.core.terms import Tier
 
-_Entry = tuple[int, int, int, Run]  # effective count, last use, serial of the run, the run
+_Entry = tuple[int, int, int, Run]  # branches that need it, last use, serial of the run, the run
 
 
 class EvictionOrder:
@@ -23,9 +27,9 @@ class EvictionOrder:
         """Note a run's present place; earlier notes are stale by what they say."""
         for tier, heap in self._heaps.items():
             if run.evictable(tier):
-                heapq.heappush(heap, self._entry(run))
+                heapq.heappush(heap, self._entry(run, tier))
                 if len(heap) > 4 * len(self._runs) + 64:
-                    heap[:] = [self._entry(each) for each in self._runs if each.evictable(tier)]
+                    heap[:] = [self._entry(each, tier) for each in self._runs if each.evictable(tier)]
                     heapq.heapify(heap)
 
     def pop(self, tier: Tier) -> Run | None:
@@ -34,9 +38,10 @@ class EvictionOrder:
         while heap:
             entry = heapq.heappop(heap)
             run = entry[3]
-            if run.names and run.evictable(tier) and entry == self._entry(run):
+            if run.names and run.evictable(tier) and entry == self._entry(run, tier):
                 return run
         return None
 
-    def _entry(self, run: Run) -> _Entry:
-        return (run.effective if self._counts_matter else 0, run.accessed, run.serial, run)
+    def _entry(self, run: Run, tier: Tier) -> _Entry:
+        needed = max(run.effective, int(tier is Tier.L2 and run.used_in_l1)) if self._counts_matter else 0
+        return (needed, run.accessed, run.serial, run)
