@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from evolving.core.config import DecodeToPrefill, DirectoryConfig
-from evolving.core.directory_types import Begin, BeginKind, BranchState, Landed, Output
+from evolving.core.directory_types import Begin, BeginKind, BranchState, Landed, Loss, Output
 from evolving.core.terms import Phase, Role, Tier
 
 Name = bytes
@@ -46,6 +46,7 @@ class ModelRequest:
     running: bool = True
     # The part of its own context (prompt, then output) that has been its branch's context ever since it began.
     still: list[Name] = field(default_factory=list)
+    losses: set[Loss] = field(default_factory=set)  # of its branch, until it set the context
 
 
 @dataclass
@@ -63,6 +64,7 @@ class ModelBranch:
     requests: dict[str, ModelRequest] = field(default_factory=dict)  # oldest first
     context_request_id: str = ""
     unannounced_rewrites: int = 0
+    losses: set[Loss] = field(default_factory=set)  # why homes of it went since its context was last set
 
     def running(self) -> list[str]:
         """Ids of running requests."""
@@ -169,6 +171,7 @@ class Model:
             branch.context_request_id = event.request_id
             self._set_context(branch, prompt)
             request.still = list(prompt)
+            request.losses, branch.losses = branch.losses, set()
         branch.requests[event.request_id] = request
         branch.heard_s = now_s
         self._forget_requests(branch)
@@ -341,6 +344,12 @@ class Model:
     def node_gone(self, node_id: str) -> None:
         """Its copies and homes vanish."""
         self.nodes.pop(node_id, None)
+        self._lose(node_id, Loss.NODE)
+
+    def _lose(self, node_id: str, loss: Loss) -> None:
+        for branch in self.live_branches():
+            if any(node_id in homes.values() for homes in branch.homes.values()):
+                branch.losses.add(loss)
         for phase in Phase:
             self._drop_homes(node_id, phase)
 
@@ -361,8 +370,7 @@ class Model:
             return False
         node = self.nodes[node_id]
         if self.config.decode_to_prefill is DecodeToPrefill.RESET:
-            for phase in Phase:
-                self._drop_homes(node_id, phase)
+            self._lose(node_id, Loss.SWITCH)
             return True
         for branch in self.live_branches():
             prefill_homes = branch.homes[Phase.PREFILL]

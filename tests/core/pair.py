@@ -128,6 +128,8 @@ class Pair:
         version, kind = self.model.begin(self.now_s, event, prompt)
         self._took(effects)
         assert (answer.version, answer.kind, answer.prompt_blocks) == (version, kind, len(prompt))
+        losses = self.model.branches[event.tenant, event.branch_id].requests[event.request_id].losses
+        assert answer.loss in (losses or {types.Loss.NONE})
         assert not self.told(types.EndedBranch)
         self._compare_match(answer.match, prompt)
         return kind

@@ -11,6 +11,8 @@ from core.pair import Pair, chain, run_ref
 from core.served import TENANT, Cluster
 
 from evolving.core.config import DecodeToPrefill, DirectoryConfig
+from evolving.core.directory import Directory
+from evolving.core.directory_log import LogEntry
 from evolving.core.directory_types import Begin, BeginKind, CountUpdate, Landed, Loss, Output, Stored
 from evolving.core.terms import Phase, Role, Tier
 
@@ -200,6 +202,34 @@ def test_a_branch_hears_of_a_loss_whose_turn_has_not_reached_it(cluster: Cluster
     slow.directory.node_gone(0.0, "d1")
     assert {slow.begin(f"b{number}", "r2", f"sys{number}!").loss for number in range(5)} == {Loss.NODE}
     assert slow.phase_counts("sys1") == [(5, 0)] * 3 + [(1, 0)]
+
+
+@pytest.mark.parametrize("compacted", [False, True])
+@pytest.mark.parametrize("cause", [Loss.NODE, Loss.SWITCH])
+def test_a_loss_is_heard_of_once_also_after_a_restart(compacted: bool, cause: Loss) -> None:
+    """Also one whose turn had not reached the branch."""
+    config = DirectoryConfig(decode_to_prefill=DecodeToPrefill.RESET, sweep_runs_per_tick=1)
+    cluster, log = Cluster("p1", "d1"), list[LogEntry]()
+    cluster.directory = before = Directory(config)
+    before.keep_log(log.append)
+    for node_id in cluster.sequence:
+        before.node_up(0.0, node_id, "life-1")
+    for number in range(5):
+        cluster.serve(f"b{number}", "r1", f"sys{number}")
+    if cause is Loss.NODE:
+        before.node_gone(0.0, "d1")
+    else:
+        cluster.switch("d1", Role.DECODE, Role.PREFILL)
+        while before.turning("d1"):
+            before.tick(0.0)
+    assert cluster.begin("b0", "r2", "sys0!").loss is cause
+    restarted = Directory(config)
+    for entry in log:
+        restarted.replay(entry)
+    cluster.directory = Directory.restore(config, restarted.snapshot()) if compacted else restarted
+    again, later = cluster.begin("b0", "r2", "sys0!"), cluster.begin("b0", "r3", "sys0!!")
+    assert (again.kind, again.loss, later.loss) == (BeginKind.REPLAY, cause, Loss.NONE)
+    assert {cluster.begin(f"b{number}", "r2", f"sys{number}!").loss for number in range(1, 5)} == {cause}
 
 
 def test_an_evicted_block_is_no_loss(cluster: Cluster) -> None:

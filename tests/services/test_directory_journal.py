@@ -29,7 +29,7 @@ from evolving_directory.errors import JournalFailed
 from evolving_directory.frames import frame
 from evolving_directory.journal import DiskJournal, SegmentFiles
 from evolving_directory.metrics import DirectoryMetrics
-from evolving_directory.records import RoleTaken, encode
+from evolving_directory.records import Record, RoleTaken, encode
 from evolving_directory.recovery import Recovered, recover
 
 CONFIG = DirectoryConfig()
@@ -217,7 +217,7 @@ def test_what_a_killed_process_left_unsynced_is_durable_before_anything_builds_o
 
 def test_the_role_of_a_node_is_forgotten_with_the_node(tmp_path: Path) -> None:
     data = DataDir(tmp_path)
-    records = [
+    records: list[Record] = [
         NodeCame(1000.0, "n", "1"),
         RoleTaken("n", Role.DECODE),
         NodeCame(1001.0, "m", "1"),

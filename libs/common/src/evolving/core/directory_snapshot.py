@@ -10,8 +10,10 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
+from evolving.core import directory_turns
 from evolving.core.branches import Branch, BranchKey, Request, Tombstone
 from evolving.core.directory_state import DirectoryState
+from evolving.core.directory_types import Loss
 from evolving.core.errors import BrokenChain
 from evolving.core.refcounts import Node
 from evolving.core.runs import Run
@@ -35,6 +37,7 @@ class RequestRow(NamedTuple):
     valid_blocks: int
     last_event_s: float
     done: bool
+    loss: Loss
 
 
 class BranchRow(NamedTuple):
@@ -52,6 +55,7 @@ class BranchRow(NamedTuple):
     decode_homes: list[tuple[int, int, int]]
     context_request_id: str
     unannounced_rewrites: int
+    loss: Loss
     requests: list[RequestRow]
 
 
@@ -106,6 +110,8 @@ def dump(state: DirectoryState) -> Iterator[SnapshotPart]:
     yield KnownNodes(state.now_s, [(node.node_id, node.incarnation) for node in state.counts.nodes.values()])
     indices: dict[int, int] = {}  # by id of a run
     live = state.table.live.values()
+    for branch in live:
+        directory_turns.settle(state, branch)  # a row has no place for turns not taken yet
     for runs in _parts(_run_rows(live, indices)):
         yield Runs(runs)
     for branches in _parts(_branch_row(branch, indices, numbers) for branch in live):
@@ -142,7 +148,7 @@ def _run_rows(branches: Iterable[Branch], indices: dict[int, int]) -> Iterator[t
 
 def _branch_row(branch: Branch, indices: dict[int, int], numbers: dict[int, int]) -> BranchRow:
     homes = {
-        phase: [(first, end, numbers[number]) for first, end, number in home_map if number in numbers]
+        phase: [(first, end, numbers[number]) for first, end, number in home_map]
         for phase, home_map in branch.homes.items()
     }
     return BranchRow(
@@ -156,6 +162,7 @@ def _branch_row(branch: Branch, indices: dict[int, int], numbers: dict[int, int]
         homes[Phase.DECODE],
         branch.context_request_id,
         branch.unannounced_rewrites,
+        branch.loss,
         [_request_row(request) for request in branch.requests.values()],
     )
 
@@ -207,6 +214,7 @@ def _restore_branch(state: DirectoryState, row: BranchRow, names: bytes, nodes: 
         row.last_event_s,
         context_request_id=row.context_request_id,
         unannounced_rewrites=row.unannounced_rewrites,
+        loss=row.loss,
         requests={request.request_id: Request(*request) for request in row.requests},
         running=sum(not request.done for request in row.requests),
     )

@@ -67,6 +67,8 @@ def take_logged(state: DirectoryState, entry: Turned) -> None:
     """What a branch's turn was in another directory's log."""
     branch = state.table.live[entry.tenant, entry.branch_id]
     settle(state, branch)
+    if entry.all_homes:
+        branch.loss = Loss.SWITCH
     node, effects = state.counts.nodes.get(entry.node_id), state.turns.unsent
     if node is None:
         return  # gone since its switch: a turn of its own, which the branch has taken now
