@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -22,8 +23,9 @@ from evolving.core.directory_types import Begin
 from evolving.core.terms import Role
 from evolving.runtime.clock import SystemClock
 from evolving.runtime.metrics import Metrics
+from evolving_directory import compaction
 from evolving_directory import journal as journal_module
-from evolving_directory.compaction import write_snapshot
+from evolving_directory.compaction import Compactor, write_snapshot
 from evolving_directory.data_dir import DataDir, DataDirError
 from evolving_directory.errors import JournalFailed
 from evolving_directory.frames import frame
@@ -117,6 +119,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal_module, "_RETRY_S", 0.02)
+    monkeypatch.setattr(compaction, "_RETRY_S", 0.02)
 
 
 # ------------------------------------------------------------------------------------------------------------ recovery
@@ -351,3 +354,27 @@ async def test_full_segments_are_followed_by_others(tmp_path: Path) -> None:
     assert len(data.segments()) > 2
     assert all(data.segment(number).stat().st_size < 2 * 4096 for number in data.segments())
     assert branches(recover(data, "p0", CONFIG)) == names(200)
+
+
+async def test_a_compaction_that_fails_is_tried_again_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, start, starts = write_segments(tmp_path, 3, 2), asyncio.create_subprocess_exec, list[str]()
+
+    async def start_badly(*command: str, **more: Any) -> asyncio.subprocess.Process:
+        assert not list(tmp_path.glob("*.tmp"))
+        starts.append(command[0])
+        if len(starts) == 1:
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        if len(starts) == 2:
+            data.unfinished_snapshot().touch()
+            return await start("false", **more)
+        return await start(*command, **more)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_badly)
+    async with opened(data, 3) as (journal, _):
+        running = asyncio.create_task(Compactor(data, "p0", journal, 1, SystemClock()).run())
+        await eventually(lambda: data.snapshots() == data.segments() == [3])
+        running.cancel()
+    assert len(starts) == 3
+    assert branches(recover(data, "p0", CONFIG)) == names(5)

@@ -28,6 +28,10 @@ _NICENESS = 10  # the directory itself goes first
 _log = get_logger(__name__)
 
 
+class _Failed(Exception):
+    """The process that writes a snapshot wrote none."""
+
+
 class Compactor:
     """Watches one journal."""
 
@@ -45,9 +49,18 @@ class Compactor:
         while True:
             await self._journal.rotated.wait()
             self._journal.rotated.clear()
-            while self._due(before := self._journal.segment):
-                if not await self._compact(before):
-                    await self._clock.sleep(_RETRY_S)
+            while not await self._compacted(self._journal.segment):
+                await self._clock.sleep(_RETRY_S)
+
+    async def _compacted(self, before: int) -> bool:
+        """Whether nothing is left to do about the segments before that one."""
+        try:
+            if self._due(before):
+                await self._compact(before)
+        except (OSError, _Failed) as error:
+            _log.warning("compaction_failed", error=str(error), segments_before=before)
+            return False
+        return True
 
     def _due(self, before: int) -> bool:
         """Whether the closed segments outgrew the snapshot: then all of it is written anew about once for each
@@ -59,8 +72,8 @@ class Compactor:
         kept = self._data.snapshot(first).stat().st_size if snapshots else 0
         return size >= max(self._segment_bytes, kept) or len(closed) >= _SEGMENTS_MAX
 
-    async def _compact(self, before: int) -> bool:
-        """Whether there is a snapshot now of all segments before that one."""
+    async def _compact(self, before: int) -> None:
+        """Put a snapshot in the place of all segments before that one. Raises _Failed, OSError."""
         started_s = self._clock.now_s()
         command = [sys.executable, "-m", "evolving_directory.compaction"]
         process = await asyncio.create_subprocess_exec(
@@ -72,17 +85,11 @@ class Compactor:
             if process.returncode is None:
                 process.kill()
         if process.returncode != 0:
-            _log.warning("compaction_failed", status=process.returncode, segments_before=before)
-            return False
-        written = Path(output.decode().strip())
-        try:
-            await asyncio.to_thread(self._put_in_place, written, before)
-        except OSError as error:
-            _log.warning("compaction_failed", error=str(error), segments_before=before)
-            return False
+            self._data.drop_unfinished()  # at once: the disk may be full because of it
+            raise _Failed(f"its process ended with status {process.returncode}")
+        await asyncio.to_thread(self._put_in_place, Path(output.decode().strip()), before)
         size = self._data.snapshot(before).stat().st_size
         _log.info("journal_compacted", segments_before=before, bytes=size, seconds=self._clock.now_s() - started_s)
-        return True
 
     def _put_in_place(self, written: Path, before: int) -> None:
         written.rename(self._data.snapshot(before))

@@ -83,6 +83,10 @@ class DataDir:
         for old in self.segments():
             if old < number:
                 self.segment(old).unlink()
+        self.drop_unfinished()
+
+    def drop_unfinished(self) -> None:
+        """Remove snapshots that nobody finished. One still being written is lost with it. Raises OSError."""
         for left in self.path.glob("snapshot.*.tmp"):
             left.unlink()
 
