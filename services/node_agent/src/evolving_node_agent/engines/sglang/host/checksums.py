@@ -29,6 +29,7 @@ class PageChecksums:
         self._generations = generations.numpy()
         self._sums = np.zeros(pages, dtype=np.uint64)
         self._made_at = np.full(pages, -1, dtype=np.int64)  # the generation each sum is of
+        self._noting = threading.Lock()  # a late checksum of former bytes must not replace that of present ones
         self._pages: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         if enabled:
             threading.Thread(target=self._work, name="checksums", daemon=True).start()
@@ -46,8 +47,7 @@ class PageChecksums:
         """The checksums of pages just filled, where they are known."""
         for page, checksum in zip(pages, sums, strict=True):
             if checksum is not None:
-                self._sums[page] = checksum
-                self._made_at[page] = self._generations[page]
+                self._note(page, int(self._generations[page]), checksum)
 
     async def of(self, page: int, generation: int) -> int | None:
         """The checksum of a sealed page, once it is made; None when none are kept, or the page was given away."""
@@ -79,7 +79,10 @@ class PageChecksums:
             page, generation = self._pages.get()
             if self._generations[page] != generation or self._made_at[page] == generation:
                 continue
-            checksum = self._sum(page)
+            self._note(page, generation, self._sum(page))
+
+    def _note(self, page: int, generation: int, checksum: int) -> None:
+        with self._noting:
             if self._generations[page] == generation:
                 self._sums[page] = checksum
                 self._made_at[page] = generation

@@ -11,6 +11,7 @@ import ctypes
 import logging
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,14 +21,16 @@ from evolving_node_agent.engines.port import Holder
 from evolving_node_agent.engines.sglang.translate import NAME_BYTES
 from evolving_node_agent.engines.turns import ReadTurns
 
-from .blocks import BlockStore
 from .inbox import Inbox
-from .landing import Landing
 from .legs import PrefillLeg
 from .names import digests
 from .pages import Layout, Range, l2_ranges
 from .peers import Locate, Located, Peer, PeerLost, Peers, Place
 from .transport import Transport
+
+if TYPE_CHECKING:
+    from .blocks import BlockStore
+    from .landing import Landing
 
 logger = logging.getLogger(__name__)
 _CHUNK_S = 4.0  # longest that finding and reading one chunk may take
@@ -165,10 +168,10 @@ class Fetcher:
         try:
             async with asyncio.timeout(_CHUNK_S):
                 good = await asyncio.shield(reading)
-        except (TimeoutError, asyncio.CancelledError) as error:
+        except BaseException as error:
             # Bytes may still arrive: the slots stay taken until the transport is done with them.
             reading.add_done_callback(lambda _: self._release(slots))
-            if isinstance(error, asyncio.CancelledError):
+            if not isinstance(error, TimeoutError):
                 raise
             logger.warning("holder %s: a read took longer than %.1f s", holder.node_id, _CHUNK_S)
             self._suspect(holder.incarnation)

@@ -97,7 +97,7 @@ class TcpTransport:
         try:
             async with asyncio.timeout(self.limits.handshake_s):
                 await self._loop.create_connection(lambda: link, there.host, there.port)
-        except (OSError, TimeoutError) as error:
+        except (OSError, ValueError, OverflowError) as error:  # the address is the peer's word
             logger.warning("no connection to %s:%d: %r", there.host, there.port, error)
             if link.connected:
                 link.abort()
