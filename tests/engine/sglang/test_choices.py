@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from evolving.core.config import EvictionPolicy, FetchStart
 from evolving_node_agent.engines.port import CachedTokens, Tier
+from evolving_node_agent.engines.sglang import SglangConfig
 
 from .conftest import running
 from .driving import Node, collect, greedy, jobs, names, prefill_only, prompt
@@ -35,6 +36,12 @@ async def comparing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[N
     others = {"eviction": EvictionPolicy.LRU, "fetch_start": FetchStart.ADMISSION, "page_checksums": False}
     async with running(tmp_path_factory.mktemp("comparing"), "comparing", **SMALL, **others) as (node,):
         yield node
+
+
+async def test_l2_has_room_beside_the_copies_of_what_is_in_l1() -> None:
+    SglangConfig("/model", l1_tokens=2048, l2_tokens=4096)
+    with pytest.raises(ValueError, match="twice l1_tokens"):
+        SglangConfig("/model", l1_tokens=2048, l2_tokens=4096 - BLOCK)
 
 
 async def test_the_needed_part_of_a_node_outlives_the_rest(counting: Node) -> None:

@@ -36,7 +36,7 @@ PROMPTS = 6
 OUTPUT = 6
 # Slow enough that six prompts take seconds, so that what happens to the peer happens in the middle of reads.
 SLOW = FetchConfig(readers=3, chunk_blocks=2, bytes_per_s=4 << 20)
-TINY: dict[str, Any] = {"l1_tokens": 20 * BLOCK, "l2_tokens": 20 * BLOCK}
+TINY: dict[str, Any] = {"l1_tokens": 20 * BLOCK, "l2_tokens": 40 * BLOCK}
 
 
 @dataclass
@@ -194,8 +194,8 @@ def flip_bytes(pid: int, addresses: Sequence[int]) -> None:
 async def test_a_peer_that_evicts_while_it_is_read(
     pool: Pool, transport: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Its L2 has room for two prompts and a half, and it computes one after another while the reader asks for the last
-    three: the oldest of them leaves while it is read, or has left."""
+    """Its L2 has room for five prompts, and it computes one after another while the reader asks for the last six: the
+    oldest of them leaves while it is read, or has left."""
     came, missed, done = 0, 0, False
     computed: list[int] = []
     fields = {**TINY, "chunk_tokens": BLOCK, "transport": transport}
@@ -222,7 +222,7 @@ async def test_a_peer_that_evicts_while_it_is_read(
             while len(computed) < asked + 3 and not churning.done():
                 await asyncio.sleep(0.01)
             asked = len(computed)
-            await asyncio.gather(*map(ask, computed[-3:]))
+            await asyncio.gather(*map(ask, computed[-6:]))
             rounds += 1
         done = True
         await churning

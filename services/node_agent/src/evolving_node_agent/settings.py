@@ -70,7 +70,9 @@ class NodeAgentSettings(ServiceSettings):
     )
     block_tokens: int = Field(64, ge=1, description="tokens of a block, the same on all nodes")
     l1_tokens: int = Field(0, ge=0, description="KV capacity in device memory")
-    l2_tokens: int = Field(0, ge=0, description="KV capacity in host memory")
+    l2_tokens: int = Field(
+        0, ge=0, description="KV capacity in host memory; sglang: at least twice l1_tokens, as L2 keeps what L1 has"
+    )
     chunk_tokens: int = Field(0, ge=0, description="most prompt tokens computed per iteration")
     max_prompt_tokens: int = Field(0, ge=0, description="longest prompt taken")
     max_context_tokens: int = Field(0, ge=0, description="mock: longest prompt with its output")

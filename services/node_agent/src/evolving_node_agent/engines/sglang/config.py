@@ -34,7 +34,7 @@ class SglangConfig:
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = "float32"  # of weights and KV
     block_tokens: int = 64  # page size of both tiers
     l1_tokens: int = 8192  # KV capacity in device memory
-    l2_tokens: int = 32768  # KV capacity in host memory; at least `l1_tokens`, for it holds what L1 holds
+    l2_tokens: int = 32768  # KV capacity in host memory; at least twice `l1_tokens`, half of it for what L1 has too
     chunk_tokens: int = 512  # most prompt tokens computed between two decode iterations
     max_prompt_tokens: int = 0  # 0: the most `l1_tokens` allows
     decode_slots: int = 16  # most requests decoded at once
@@ -62,8 +62,11 @@ class SglangConfig:
         for name in ("l1_tokens", "l2_tokens", "chunk_tokens"):
             if getattr(self, name) % self.block_tokens:
                 raise ValueError(f"{name} must be a multiple of block_tokens ({self.block_tokens})")
-        if self.l2_tokens < self.l1_tokens:
-            raise ValueError(f"l2_tokens ({self.l2_tokens}) must be at least l1_tokens ({self.l1_tokens})")
+        if self.l2_tokens < 2 * self.l1_tokens:
+            raise ValueError(
+                f"l2_tokens ({self.l2_tokens}) must be at least twice l1_tokens ({self.l1_tokens}): what is in L1 "
+                "keeps its copy in L2, and in a smaller L2 those copies leave no room for what peers send or L1 lets go"
+            )
         if not 0 <= self.max_prompt_tokens <= self.largest_prompt_tokens:
             raise ValueError(
                 f"max_prompt_tokens must be between 0 and {self.largest_prompt_tokens}, half of l1_tokens less "
