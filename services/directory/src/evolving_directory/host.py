@@ -30,7 +30,7 @@ from evolving_directory.outbox import Outbox
 from evolving_directory.records import RoleTaken
 
 _SHOW_EVERY_S = 1.0
-_RECONNECT_S = 15.0  # nodes known before a restart have so long to come back, registered or not
+_RECONNECT_S = 15.0  # nodes that could not be connected have so long to come back, registered or not
 _log = get_logger(__name__)
 
 
@@ -59,7 +59,8 @@ class Host:
         self.outboxes: dict[str, Outbox] = {}  # of nodes whose stream has not ended
         self._origin_s = origin_s
         self._known = {node.node_id for node in directory.stats().nodes}  # nodes the core has
-        self._expected = set(self._known)  # nodes known before a restart that may be about to come back
+        self._expected = set(self._known)  # nodes that may be about to come back: they could not be connected
+        self._connectable = asyncio.Event()  # again, after the journal failed
         self._draining = False
         self._registered: set[str] | None = None  # nodes etcd has; None: not told yet
         self._wanted_roles: dict[str, Role] = {}  # as etcd has them
@@ -99,6 +100,9 @@ class Host:
         if failed:
             for outbox in self.outboxes.values():
                 outbox.close(JournalFailed(failed))
+        else:
+            self._expected = self._known - self.connected
+            self._connectable.set()
 
     async def close_streams(self) -> None:
         """Let every node go, for a drain: a stream has no end of its own."""
@@ -259,10 +263,14 @@ class Host:
             await asyncio.sleep(0)
 
     async def give_up_absent(self) -> None:
-        """Some time after a restart, give up nodes that did not come back and that etcd does not have either."""
-        await self.clock.sleep(_RECONNECT_S)
-        self._expected.clear()
-        self._drop_gone()
+        """Some time after a restart or a failure of the journal, give up nodes that did not come back and that etcd
+        does not have either. For ever."""
+        while True:
+            await self.clock.sleep(_RECONNECT_S)
+            self._expected.clear()
+            self._drop_gone()
+            await self._connectable.wait()
+            self._connectable.clear()
 
     async def show_sizes(self) -> None:
         """Keep the gauges fresh, for ever."""
