@@ -164,6 +164,15 @@ BROKEN = {
     "an id below 0": session_line(asked([-1], 0.0)),
     "an id too large": session_line(asked([1 << 32], 0.0)),
     "an id that is none": session_line(asked(["x"], 0.0)),  # type: ignore[list-item]
+    "an id that is text": session_line(asked(["5"], 0.0)),  # type: ignore[list-item]
+    "a fraction for an id": session_line(asked([1.5], 0.0)),  # type: ignore[list-item]
+    "a list for an id": session_line(asked([[1]], 0.0)),  # type: ignore[list-item]
+    "blocks no memory holds": session_line(asked([1], 0.0), block_size=1 << 62),
+    "more tokens than are counted": session_line({**asked([1], 0.0), "out": 1 << 32}),
+    "a number too long to read": session_line(asked([1], 0.0)).replace("2", "2" * 5000, 1),
+    "a time no clock has": session_line(asked([1], 10**400)),
+    "an id that is no text": session_line(asked([1], 0.0), id="\ud800"),
+    "lists without end": "[" * 100_000,
     "tokens below 0": session_line({**asked([1], 0.0), "out": -1}),
     "a time that is none": session_line(asked([1], float("nan"))),
     "a time below 0": session_line(asked([1], -1.0)),
@@ -185,13 +194,15 @@ def test_a_line_that_is_no_session_is_named(tmp_path: Path, line: str) -> None:
 
 
 @pytest.mark.parametrize("fixture", [CLAUDE_CODE, MOONCAKE], ids=["xz", "gz"])
-@pytest.mark.parametrize("damage", ["cut", "bent"])
+@pytest.mark.parametrize("damage", ["cut", "bent", "bent inside"])
 def test_a_damaged_archive_is_named(tmp_path: Path, fixture: Path, damage: str) -> None:
     data = bytearray(fixture.read_bytes())
     if damage == "cut":
         del data[len(data) // 2 :]
-    else:
+    elif damage == "bent":
         data[:4] = b"what"
+    else:
+        data[len(data) // 3 : len(data) // 2] = b"\xff" * (len(data) // 2 - len(data) // 3)
     path = tmp_path / fixture.name
     path.write_bytes(data)
     with pytest.raises(TraceError, match=path.name):

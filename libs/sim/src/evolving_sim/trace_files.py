@@ -15,6 +15,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,9 @@ import numpy as np
 from evolving_sim.traces import BlockIds, TraceAgent, TraceRequest, TraceSession, sharing_memory
 
 MOONCAKE_BLOCK_TOKENS = 512
+_MOST_BLOCK_TOKENS = 1 << 16
+_MOST_TOKENS = (1 << 32) - 1  # of a prompt or an answer
+_MOST_TIME = 1e15  # in milliseconds or seconds; those since 1970 are less
 Row = dict[str, Any]
 
 
@@ -51,9 +55,9 @@ def read_sessions(path: Path) -> Iterator[TraceSession]:
             for number, line in enumerate(file, 1):
                 if not line.isspace():
                     yield _session(line, number)
-    except (_Invalid, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (_Invalid, ValueError, RecursionError) as error:  # what json raises on text of all kinds
         raise TraceError(path, max(number, 1), str(error)) from error
-    except (lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
+    except (lzma.LZMAError, zlib.error, EOFError, gzip.BadGzipFile) as error:
         raise TraceError(path, number + 1, f"damaged archive: {error}") from error
 
 
@@ -80,7 +84,7 @@ def _session(line: bytes, number: int) -> TraceSession:
 
 
 def _agents_session(row: Row) -> TraceSession:
-    block_tokens = _integer(row, "block_size", least=1)
+    block_tokens = _integer(row, "block_size", least=1, most=_MOST_BLOCK_TOKENS)
     main_rows = [each for each in _rows(row) if each.get("type") != "subagent"]
     if not main_rows:
         raise _Invalid("a session without requests of a main agent")
@@ -183,25 +187,27 @@ def _block_ids(row: Row, full_blocks: int) -> BlockIds:
     ids = row.get("hash_ids")
     if not isinstance(ids, list) or len(ids) < full_blocks:
         raise _Invalid(f"hash_ids must list the {full_blocks} full blocks of the prompt")
+    if not all(type(each) is int for each in ids):  # numpy would make something of texts, fractions and lists
+        raise _Invalid("hash_ids must be whole numbers")
     try:
         array = np.array(ids[:full_blocks], dtype=np.uint32)
-    except (ValueError, TypeError, OverflowError) as error:
+    except OverflowError as error:
         raise _Invalid(f"hash_ids: {error}") from error
     array.flags.writeable = False
     return array
 
 
-def _integer(row: Row, name: str, least: int = 0) -> int:
+def _integer(row: Row, name: str, least: int = 0, most: int = _MOST_TOKENS) -> int:
     value = row.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise _Invalid(f"{name} must be a whole number of at least {least}, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise _Invalid(f"{name} must be a whole number from {least} to {most}, got {value!r}")
     return value
 
 
 def _number(row: Row, name: str) -> float:
     value = row.get(name)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
-        raise _Invalid(f"{name} must be a number of at least 0, got {value!r}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MOST_TIME:
+        raise _Invalid(f"{name} must be a number from 0 to {_MOST_TIME:g}, got {value!r}")
     return float(value)
 
 
@@ -209,4 +215,5 @@ def _text(row: Row, name: str) -> str:
     value = row.get(name)
     if not isinstance(value, str) or not value:
         raise _Invalid(f"{name} must be a text, got {value!r}")
+    value.encode()  # half a surrogate pair raises a ValueError
     return value
