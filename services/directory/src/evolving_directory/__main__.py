@@ -53,10 +53,12 @@ async def serve_from(service: Service[DirectorySettings], data: DataDir) -> None
     found = await asyncio.to_thread(recover, data, settings.partition_id, settings.config)
     # The directory's time is that of the wall, but never runs back, and ticks evenly while this process lives.
     origin_s = max(clock.wall_s(), found.now_s) - clock.now_s()
+    stats = found.directory.stats()
     _log.info(
         "recovered",
-        branches=found.directory.stats().live_branches,
+        branches=stats.live_branches,
         records=found.records,
+        not_replayed=stats.counters.get("not_replayed", 0),
         segment=found.next_segment,
         seconds=clock.now_s() - started_s,
     )
