@@ -22,7 +22,7 @@ async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
         if length > FRAME_BYTES_MAX:
             raise BadFrame(f"frame of {length} bytes")
         return _intact(await reader.readexactly(length), checksum)
-    except (asyncio.IncompleteReadError, ConnectionError):
+    except (asyncio.IncompleteReadError, OSError):
         return None
 
 

@@ -68,5 +68,5 @@ async def enter(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secr
 async def _read(reader: asyncio.StreamReader, size: int) -> bytes:
     try:
         return await reader.readexactly(size)
-    except (asyncio.IncompleteReadError, ConnectionError) as error:
+    except (asyncio.IncompleteReadError, OSError) as error:
         raise Unauthenticated("the other end hung up: is its token the same?") from error
