@@ -85,7 +85,7 @@ async def test_delays_only_delay() -> None:
 
 async def test_a_stalled_read_ends_and_what_comes_later_lands_nowhere() -> None:
     size = 4 << 20
-    with transport(limits=replace(LIMITS, stall_s=0.3)) as reader, transport() as peer, transport() as other:
+    with transport(limits=replace(LIMITS, stall_s=1.0)) as reader, transport() as peer, transport() as other:
         theirs, ours = Memory(size, seed=1), Memory(size)
         for each in (peer, other):
             each.register(theirs.address, theirs.size)
