@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from engine.sglang.driving import Node, greedy, jobs, prefill_only, prompt, serve
+from engine.sglang.driving import Node, black_holes, collect, greedy, jobs, prefill_only, prompt, serve
 from engine.test_conformance import BLOCK, names_of
 
-from evolving_node_agent.engines.port import CachedTokens, EngineStatus, Prefilled, Taken, Tier
+from evolving_node_agent.engines.port import Aborted, CachedTokens, EngineStatus, Prefilled, Taken, Tier
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 
@@ -47,6 +47,23 @@ async def test_a_leg_without_holders_fetched_nothing(nodes: list[Node]) -> None:
     taken, _ = [event async for event in nodes[0].engine.prefill(job)]
     assert isinstance(taken, Taken)
     assert (taken.fetch_s, taken.hidden_s) == (0.0, 0.0)
+
+
+async def test_what_peers_are_still_to_bring_is_not_here_and_a_backlog(nodes: list[Node]) -> None:
+    """Of ten blocks this node has two, and peers that say nothing were to bring the next five."""
+    node = nodes[0]
+    tokens = prompt(815, 10 * BLOCK)
+    await prefill_only(node, tokens[: 2 * BLOCK + 1])
+    async with black_holes(2, 5) as holders:
+        job, _ = jobs(node, tokens, greedy(1), holders=holders, fetch_deadline_s=1000.0)
+        leg = asyncio.create_task(collect(node.engine.prefill(job)))
+        status = await until_status(node, lambda status: status.fetch_backlog_tokens > 0)
+        assert status.queued == {job.leg_id: 8 * BLOCK}
+        assert status.fetch_backlog_tokens == 5 * BLOCK
+        assert await node.engine.abort(job.leg_id)
+        with pytest.raises(Aborted):
+            await leg
+        await until_status(node, lambda status: not status.queued and status.fetch_backlog_tokens == 0)
 
 
 async def test_several_fetches_at_once(nodes: list[Node]) -> None:

@@ -200,18 +200,3 @@ async def test_what_was_fetched_stays_for_its_leg_and_a_full_pool_stops_nobody()
         assert sum(cached) >= 32 * BLOCK
         mock(b).check_invariants()
         assert mock(b).kept_for_legs() == 0
-
-
-async def test_tokens_at_peers_are_neither_computed_nor_here() -> None:
-    clock = ManualClock()
-    async with mocks("a", "b", clock=clock) as (a, b):
-        tokens = prompt(1, 10 * BLOCK)
-        await prefill_only(a, tokens)
-        mock(a).faults.transfer_delay_s = 1e6
-        mock(b).faults.stall()
-        leg = fetching(b, tokens, a, blocks=6)
-        status = await until_status(b, lambda status: status.fetching_blocks == 6)
-        assert list(status.queued.values()) == [4 * BLOCK]
-        assert status.fetch_backlog_tokens == 6 * BLOCK
-        leg.task.cancel()
-        await until_status(b, lambda status: status.fetching_blocks == status.fetch_backlog_tokens == 0)

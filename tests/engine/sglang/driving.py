@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -244,3 +245,25 @@ def _served(prefill_events: list[Any], decode_events: list[Any], generated: int)
 async def collect(events: AsyncIterator[Any]) -> list[Any]:
     """All events of a leg."""
     return [event async for event in events]
+
+
+@contextlib.asynccontextmanager
+async def black_holes(first_block: int, blocks: int, count: int = 30) -> AsyncIterator[tuple[Holder, ...]]:
+    """Holders that take connections and say nothing. The engine gives each up after seconds: many take a minute."""
+
+    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while await reader.read(1 << 16):
+                pass
+        writer.close()
+
+    servers = [await asyncio.start_server(swallow, "127.0.0.1", 0) for _ in range(count)]
+    addresses = [f"127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
+    try:
+        yield tuple(
+            Holder(f"hole {index}", address, f"hole {index}", first_block, blocks)
+            for index, address in enumerate(addresses)
+        )
+    finally:
+        for server in servers:
+            server.close()

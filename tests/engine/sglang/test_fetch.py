@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -25,35 +24,13 @@ from evolving_node_agent.engines.port import (
 from evolving_node_agent.engines.sglang.host.peers import Locate, Located, Peers
 
 from .conftest import running
-from .driving import Node, collect, greedy, jobs, names, prefill_only, prompt
+from .driving import Node, black_holes, collect, greedy, jobs, names, prefill_only, prompt
 from .factory import SECRET
 from .reference import clear_prompts
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.sglang, pytest.mark.timeout(300)]
 BLOCK = 64
 NEVER_S = 1e6
-
-
-@contextlib.asynccontextmanager
-async def black_holes(first_block: int, blocks: int, count: int = 30) -> AsyncIterator[tuple[Holder, ...]]:
-    """Holders that take connections and say nothing. The engine gives each up after seconds: many take a minute."""
-
-    async def swallow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            while await reader.read(1 << 16):
-                pass
-        writer.close()
-
-    servers = [await asyncio.start_server(swallow, "127.0.0.1", 0) for _ in range(count)]
-    addresses = [f"127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
-    try:
-        yield tuple(
-            Holder(f"hole {index}", address, f"hole {index}", first_block, blocks)
-            for index, address in enumerate(addresses)
-        )
-    finally:
-        for server in servers:
-            server.close()
 
 
 async def until_status(node: Node, condition: Callable[[EngineStatus], bool]) -> EngineStatus:

@@ -38,11 +38,9 @@ def engine_status(
         else:
             decodes.append(leg)
     batch = [leg for leg in decodes if leg.stage is DecodeStage.RUNNING]
-    waiting = [(leg, *_missing_blocks(pool, leg)) for leg in queue]
+    waiting = [(leg, *_here_and_coming(pool, leg)) for leg in queue]
     return EngineStatus(
-        queued={
-            leg.job.leg_id: len(leg.job.tokens) - (leg.reusable_blocks - nowhere) * size for leg, nowhere, _ in waiting
-        },
+        queued={leg.job.leg_id: len(leg.job.tokens) - here * size for leg, here, _ in waiting},
         prefilling={leg.job.leg_id: leg.left for leg in prefills if leg.stage is PrefillStage.RUNNING},
         holding=sum(leg.stage is PrefillStage.HOLDING for leg in prefills),
         decoding=len(batch),
@@ -54,16 +52,14 @@ def engine_status(
         prefill_iterations=progress.prefill_iterations,
         prefill_tokens=progress.prefill_tokens,
         l2_zero_tokens=pool.zero_l2 * size,
-        fetch_backlog_tokens=sum(at_peers for _, _, at_peers in waiting) * size,
+        fetch_backlog_tokens=sum(coming for _, _, coming in waiting) * size,
         fetching_blocks=reads.blocks_under_way,
         fetched_tokens=reads.blocks_fetched * size,
         fetch_busy_s=reads.busy_s,
     )
 
 
-def _missing_blocks(pool: NodePool, leg: PrefillLeg) -> tuple[int, int]:
-    """Of a waiting leg's reusable blocks: how many nobody is known to have, and how many are still to come from
-    peers."""
-    held = pool.held(leg.kv.names, leg.reusable_blocks)
-    known = held if leg.fetch.over else max(held, leg.fetch.until)
-    return leg.reusable_blocks - known, known - held
+def _here_and_coming(pool: NodePool, leg: PrefillLeg) -> tuple[int, int]:
+    """Of a waiting leg's reusable blocks: how many are here, and how many are still to come from peers."""
+    here = pool.held(leg.kv.names, leg.reusable_blocks)
+    return here, 0 if leg.fetch.over else max(0, leg.fetch.until - here)
