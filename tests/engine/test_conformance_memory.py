@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 from engine.conftest import Starter, check_engine
-from engine.sglang.driving import Node, prefill_only, prompt, serve
+from engine.sglang.driving import Node, collect, greedy, jobs, prefill_only, prompt, serve
 from engine.test_conformance import BLOCK, names_of
 
-from evolving_node_agent.engines.port import CachedTokens, Tier
+from evolving_node_agent.engines.port import Aborted, CachedTokens, Tier
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
 SMALL = {"l1_tokens": 32 * BLOCK, "l2_tokens": 64 * BLOCK, "chunk_tokens": 256}
@@ -108,6 +108,31 @@ async def test_events_follow_every_eviction(start: Starter) -> None:
 
 def _is_held(node: Node, tier: Tier, names: set[bytes]) -> bool:
     return node.held[tier] == names
+
+
+async def test_what_a_leg_uses_is_not_the_first_to_leave_l2(start: Starter) -> None:
+    """Nobody has counted it yet, and all else is counted: what was used longest ago goes."""
+    async with start("a", **SMALL) as (node,):
+        counted = [prompt(900 + index, PROMPT) for index in range(9)]
+        for tokens in counted:
+            await node.engine.set_counts(dict.fromkeys(names_of(tokens), 1))
+        for tokens in counted[:6]:
+            await prefill_only(node, tokens)
+        used = prompt(950, 4 * BLOCK)
+        job, _ = jobs(node, used, greedy(8), keep_s=1000.0)
+        leg = asyncio.create_task(collect(node.engine.prefill(job)))
+        async for status in node.engine.status_changes():
+            if status.holding:
+                break
+        for tokens in counted[6:]:
+            await prefill_only(node, tokens)
+            await node.until_holds(Tier.L2, names_of(tokens))
+        assert await holds(node, names_of(used), Tier.L2) == 4
+        assert await holds(node, names_of(counted[0]), Tier.L2) < 8
+        assert await node.engine.abort(job.leg_id)
+        with pytest.raises(Aborted):
+            await leg
+        await node.until_idle()
 
 
 @pytest.mark.timeout(600)
