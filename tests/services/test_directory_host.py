@@ -1,4 +1,4 @@
-"""Whom the directory still expects: nodes that it could not let connect are given time before they are given up."""
+"""What the directory remembers of nodes that are away: whether they may come back, and what they have to be told."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from evolving.core.directory import Directory
+from evolving.core.terms import Role
 from evolving.internal.v1 import directory_pb2
 from evolving.runtime.clock import ManualClock
 from evolving.runtime.metrics import Metrics
@@ -14,6 +15,18 @@ from evolving_directory.host import Host
 from evolving_directory.journal import NoJournal
 from evolving_directory.metrics import DirectoryMetrics
 from evolving_directory.outbox import Outbox
+from evolving_directory.records import Record, RoleTaken
+
+
+class Kept(NoJournal):
+    """A journal that shows the roles it was given."""
+
+    def __init__(self) -> None:
+        self.roles: list[Role] = []
+
+    def append(self, record: Record) -> None:
+        if isinstance(record, RoleTaken):
+            self.roles.append(record.role)
 
 
 def connect(host: Host, node_id: str) -> Outbox:
@@ -47,3 +60,21 @@ async def test_nodes_that_left_while_the_disk_failed_are_given_up_after_a_while(
     await clock.advance(60.0)
     assert set(host.known_nodes) == ({"back", "away"} if registered else {"back"})
     giving_up.cancel()
+
+
+@pytest.mark.parametrize("back_as", [Role.PREFILL, Role.DECODE])
+async def test_a_switch_is_written_down_once_a_node_that_was_away_was_told(back_as: Role) -> None:
+    """A restart before that would forget what the node has yet to be told."""
+    journal = Kept()
+    host = Host(Directory(), ManualClock(), DirectoryMetrics(Metrics()), journal)
+    host.term = 1
+    host.set_nodes({"n"}, {"n": Role.DECODE})
+    host.disconnect("n", connect(host, "n"))
+    host.set_nodes({"n"}, {"n": Role.PREFILL})
+    while host.directory.turning("n"):
+        host.carry_out(host.directory.tick(0.0))
+    host.set_nodes({"n"}, {"n": back_as})
+    assert journal.roles == [Role.DECODE]
+    connect(host, "n")
+    host.set_nodes({"n"}, {"n": back_as})
+    assert journal.roles == [Role.DECODE, Role.PREFILL][: 2 if back_as is Role.PREFILL else 1]

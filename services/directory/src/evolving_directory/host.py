@@ -143,6 +143,7 @@ class Host:
         order = self._orders.pop(node_id, None)
         if order is not None and self._roles.get(node_id) is Role.PREFILL:
             self._tell_node(order)
+            self._journal_roles()
         return not resyncs
 
     async def send_all_counts(self, hello: directory_pb2.NodeHello, outbox: Outbox) -> None:
@@ -187,9 +188,11 @@ class Host:
         self._journal_roles()
 
     def _journal_roles(self) -> None:
-        """Write down roles once what follows from them is done: a switch cut short by a restart is begun again."""
+        """Write down roles once what follows from them is done, and nodes were told: a switch cut short by a restart is
+        begun again."""
         for node_id, role in self._roles.items():
-            if self._journaled_roles.get(node_id) is not role and not self.directory.turning(node_id):
+            under_way = self.directory.turning(node_id) or node_id in self._orders
+            if self._journaled_roles.get(node_id) is not role and not under_way:
                 self._journaled_roles[node_id] = role
                 self.journal.append(RoleTaken(node_id, role))
 
