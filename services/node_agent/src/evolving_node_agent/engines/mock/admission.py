@@ -37,18 +37,16 @@ class PrefillQueue:
         """Take what can be taken while an iteration's chunk has tokens left for it."""
         left_tokens = self._config.chunk_tokens - sum(leg.left for leg in running)
         blocked = False
-        for place, leg in enumerate(list(self._legs)):
+        for leg in list(self._legs):
             if left_tokens <= 0 or blocked:
                 leg.fetch.let_wait(now_s)
-            elif not self._ready(leg, now_s):
-                if place == 0:
-                    leg.fetch.go.set()
-            elif self._take(leg):
-                self._legs.remove(leg)
-                left_tokens -= leg.left
-            else:
-                blocked = True
-                leg.fetch.let_wait(now_s)
+            elif self._ready(leg, now_s):
+                if self._take(leg):
+                    self._legs.remove(leg)
+                    left_tokens -= leg.left
+                else:
+                    blocked = True
+                    leg.fetch.let_wait(now_s)
 
     def next_deadline_s(self, now_s: float) -> float | None:
         """Seconds until a leg has been held up for long enough; None: none is held up."""
@@ -64,6 +62,7 @@ class PrefillQueue:
             # One that didn't begin to fetch waits for room as others do; one that fetches lets them pass.
             return not fetch.go.is_set()
         fetch.hold_up(now_s)
+        fetch.go.set()  # where it was to start at admission: now is its turn
         left_s = fetch.left_s(now_s)
         if self._cache.pool.held(leg.kv.names, fetch.until) == fetch.until or (left_s is not None and left_s <= 0):
             fetch.over = True
