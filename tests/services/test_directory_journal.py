@@ -158,6 +158,19 @@ def test_a_torn_tail_is_cut_at_the_first_record_that_is_not_whole(
     assert branches(recover(data, "p0", CONFIG)) == names(2 + survivors), "and the cut lasts"
 
 
+def test_what_is_cut_before_whole_records_is_kept_beside(tmp_path: Path) -> None:
+    data = write_segments(tmp_path, 4)
+    path = data.segment(1)
+    whole = path.read_bytes()
+    second = 8 + int.from_bytes(whole[:4], "little")  # the first record after the header
+    damaged = bytearray(whole)
+    damaged[second + 8] ^= 1
+    path.write_bytes(damaged)
+    assert branches(recover(data, "p0", CONFIG)) == []
+    assert [kept.read_bytes() for kept in tmp_path.glob("cut-*")] == [bytes(damaged[second:])]
+    assert branches(recover(data, "p0", CONFIG)) == [], "and the kept file is in nobody's way"
+
+
 @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
 @given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), snapshot=st.booleans())
 def test_a_damaged_byte_anywhere_before_the_last_segment_is_refused(

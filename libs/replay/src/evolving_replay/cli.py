@@ -137,6 +137,8 @@ async def _choose(
     except ReplayError as error:
         raise refused(str(error)) from error
     chosen, left_out = select(_sessions_of(trace), limits_of(served, limits))
+    if not chosen and not left_out:
+        raise usage(f"{trace} holds no session")
     if not chosen:
         takes = f"the model takes prompts of {served.max_prompt_tokens} tokens"
         raise usage(f"no session of {trace} keeps the limits: {left_out} are too long; {takes}")

@@ -28,13 +28,28 @@ def _checksum(payload: bytes) -> int:
     return zlib.crc32(payload, zlib.crc32(len(payload).to_bytes(4, "little")))
 
 
-def read_frames(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(offset, record) of each frame, first to last. Raises BadFrame at the first that is not whole, OSError."""
+def goes_on_after(path: Path, offset: int) -> bool:
+    """Whether a whole frame follows the bad one at `offset`, if its length is to be believed. Raises OSError."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        head = file.read(_HEAD.size)
+        if len(head) < _HEAD.size:
+            return False
+        length, _ = _HEAD.unpack(head)
+    try:
+        return any(True for _ in read_frames(path, offset + _HEAD.size + length))
+    except BadFrame:
+        return False
+
+
+def read_frames(path: Path, start: int = 0) -> Iterator[tuple[int, bytes]]:
+    """(offset, record) of each frame from `start`, first to last. Raises BadFrame at the first that is not whole,
+    OSError."""
     with path.open("rb") as file:
         if path.stat().st_size == 0:
             return
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            at = 0
+            at = start
             while at < len(data):
                 if len(data) - at < _HEAD.size:
                     raise BadFrame(at, "the head of a record is cut off")

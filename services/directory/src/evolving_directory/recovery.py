@@ -15,7 +15,7 @@ from evolving.core.errors import CoreError
 from evolving.core.terms import Role
 from evolving.runtime.log import get_logger
 from evolving_directory.data_dir import DataDir, DataDirError
-from evolving_directory.frames import BadFrame, read_frames
+from evolving_directory.frames import BadFrame, goes_on_after, read_frames
 from evolving_directory.records import FORMAT, BadRecord, FileEnd, FileHeader, Record, RoleTaken, decode
 
 _log = get_logger(__name__)
@@ -149,8 +149,11 @@ def _damaged(path: Path, why: str) -> DataDirError:
 
 def _make_last_whole(path: Path) -> None:
     """Cut the last segment where its first bad frame begins: a write that a crash cut short was acknowledged to nobody.
+
     One without a whole header is removed. What is left is synced, for the process that wrote it may have died before it
-    did, and what comes next builds on it. Raises OSError."""
+    did, and what comes next builds on it. Where whole frames follow the bad one, a power loss that wrote the later part
+    first looks like damage of acknowledged records: what is cut is kept beside. Raises OSError.
+    """
     cut: int | None = 0
     why = "it is empty"
     try:
@@ -159,8 +162,7 @@ def _make_last_whole(path: Path) -> None:
     except BadFrame as error:
         cut, why = error.offset, str(error)
     if cut is not None:
-        size = path.stat().st_size
-        _log.warning("journal_tail_cut", file=str(path), reason=why, kept_bytes=cut, cut_bytes=size - cut)
+        _keep_cut(path, cut, why)
         if cut == 0:
             path.unlink()
             return
@@ -171,3 +173,15 @@ def _make_last_whole(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _keep_cut(path: Path, cut: int, why: str) -> None:
+    """Say what is cut and, where it may be more than an unfinished write, keep it. Raises OSError."""
+    size = path.stat().st_size
+    told = {"file": str(path), "reason": why, "kept_bytes": cut, "cut_bytes": size - cut}
+    if not size or not goes_on_after(path, cut):
+        _log.warning("journal_tail_cut", **told)
+        return
+    kept = path.with_name(f"cut-{path.name}-{cut}")
+    kept.write_bytes(path.read_bytes()[cut:])
+    _log.error("journal_tail_cut", **told, kept_in=str(kept))

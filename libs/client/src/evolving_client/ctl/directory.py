@@ -135,6 +135,8 @@ def is_clean(answer: directory_pb2.AuditResponse) -> bool:
 def print_audit(answer: directory_pb2.AuditResponse) -> None:
     """The verdict, then what did not agree."""
     verdict = "clean" if is_clean(answer) else "MISMATCH"
+    if is_clean(answer) and answer.unreachable_node_ids:
+        verdict = "INCOMPLETE"
     output.print_line(
         f"{verdict}: {answer.compared} pairs of node and block compared, {answer.mismatch_count} mismatches, "
         f"{answer.nonzero_after_end} counted for no live branch"

@@ -56,5 +56,5 @@ def from_error(error: EvolvingError, what: str, timeout_s: float) -> Failure:
             )
         return unreachable(f"{what} can't be reached; see that it runs: evolvectl status")
     if isinstance(error, Unauthenticated):
-        return refused(f"{what} refused: {error}; give a token that may do this with --token or --token-file")
+        return refused(f"{what} refused: {error}; give a token that may do this with --token-file")
     return refused(f"{what} refused: {error}")
