@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -34,34 +35,38 @@ from evolving_sim.traces import TraceSession
 from evolving_sim.workload import make_workload
 
 OUTPUT = ROOT / "build" / "bench-kv.json"
-STAGGER_S = 600.0  # the first sessions start spread over so much of the trace's time, seconds
-FETCH_STAGGER_S = 60.0
 FETCH_FLAGS = {
     "async": ((), ()),
     "at_start": (("--fetch-start", "admission"), ()),
     "recompute": ((), ("--no-fetch-from-peers",)),
 }
 """Flags of nodes and gateway."""
+FETCH_ALWAYS = ("--fetch-always",)
 
 
 def policy_arms(sessions: Sequence[TraceSession], plan: Plan) -> Iterator[dict[str, Any]]:
-    """The arm that never evicts, then each share with both policies."""
+    """The arm that never evicts, each share with both policies, and one of them faster."""
 
     def arm(name: str, **more: Any) -> Arm:
         # Reads do not speed up with the mock as computing does: by time alone, short tails would be computed anew.
-        return Arm(name, sessions, plan.concurrency, plan.compression, gateway_flags=("--fetch-always",), **more)
+        common = Arm(name, sessions, plan.concurrency, plan.compression, plan.stagger_s, gateway_flags=FETCH_ALWAYS)
+        return replace(common, **more)
 
-    whole = told("a pool that never fills", arm("never fills"), plan, STAGGER_S)
+    whole = told(arm("pool that never fills"), plan)
     yield {"pool_share": None, "policy": "never evicts", **_policy_row(whole), "oracle": None}
-    workload = make_workload(sessions, plan.concurrency, STAGGER_S)
+    workload = make_workload(sessions, plan.concurrency, plan.stagger_s)
     for share in plan.pool_shares:
         l2_tokens = pool_tokens(whole.peak_held_blocks, share, plan.nodes)
         capacity = int(share * workload.peak_counted_blocks)
         oracle = {policy.value: simulate(workload, capacity, policy).lost_reuse for policy in Policy}
         for policy in ("agent", "lru"):
-            name = f"pool {share}, {policy}"
-            measured = told(name, arm(name, l2_tokens=l2_tokens, node_flags=("--eviction", policy)), plan, STAGGER_S)
-            yield {"pool_share": share, "policy": policy, **_policy_row(measured), "oracle": oracle}
+            sized = arm(f"pool {share}, {policy}", l2_tokens=l2_tokens, node_flags=("--eviction", policy))
+            row = {"pool_share": share, "policy": policy, **_policy_row(told(sized, plan)), "oracle": oracle}
+            yield row
+    if plan.endurance_compression:
+        l2_tokens = pool_tokens(whole.peak_held_blocks, 1.0, plan.nodes)
+        faster = arm("pool 1.0, agent, faster", l2_tokens=l2_tokens, compression=plan.endurance_compression)
+        yield {"pool_share": 1.0, "policy": "agent", **_policy_row(told(faster, plan)), "oracle": None}
 
 
 def fetch_arms(sessions: Sequence[TraceSession], plan: Plan) -> Iterator[dict[str, Any]]:
@@ -74,10 +79,11 @@ def fetch_arms(sessions: Sequence[TraceSession], plan: Plan) -> Iterator[dict[st
             sessions,
             plan.fetch_concurrency,
             plan.fetch_compression,
+            plan.fetch_stagger_s,
             node_flags=("--prefill-coefficients", coefficients, *node_flags),
             gateway_flags=gateway_flags,
         )
-        measured = told(arm.name, arm, plan, FETCH_STAGGER_S)
+        measured = told(arm, plan)
         report = measured.report
         yield {
             "mode": mode,
@@ -112,10 +118,10 @@ def _reuse(measured: Measured) -> dict[str, Any]:
     }
 
 
-def told(what: str, arm: Arm, plan: Plan, stagger_s: float) -> Measured:
+def told(arm: Arm, plan: Plan) -> Measured:
     """Measure an arm and say what came of it."""
-    print(f"{what}: {len(arm.sessions)} sessions, {arm.concurrency} at a time, {arm.compression:g} times as fast")
-    measured = measure(arm, plan, stagger_s)
+    print(f"{arm.name}: {len(arm.sessions)} sessions, {arm.concurrency} at a time, {arm.compression:g} times as fast")
+    measured = measure(arm, plan)
     report = measured.report
     hidden = "" if report.hidden_share is None else f", {100 * report.hidden_share:.1f} % of fetch time hidden"
     print(
@@ -139,20 +145,32 @@ def main(
     plan = QUICK if quick else Plan()
     recorded = list(read_sessions(trace))
     played, fetched = policy_sessions(recorded, plan), fetch_sessions(recorded, plan)
-    never_fills, *arms = policy_arms(played, plan)
-    result: dict[str, Any] = {
-        "arms": arms,
-        "fetch": list(fetch_arms(fetched, plan)),
-        "peak_active_working_set_blocks": never_fills["peak_held_blocks"],
-        "never_evicts": never_fills,
-        "quick": quick,
-        "plan": plan.as_json(),
-    }
+    result: dict[str, Any] = {"quick": quick, "plan": plan.as_json(), "arms": [], "fetch": []}
+    for row in policy_arms(played, plan):
+        place = "arms" if row["oracle"] else "endurance" if row["pool_share"] else "never_evicts"
+        keep(result, place, row)
+    result["peak_active_working_set_blocks"] = result["never_evicts"]["peak_held_blocks"]
+    for row in fetch_arms(fetched, plan):
+        keep(result, "fetch", row)
     result["bars"] = [bar.as_json() for bar in bars(result)]
     result["wall_s"] = round(time.monotonic() - begun_s, 1)
+    write(result)
+    show(result)
+
+
+def keep(result: dict[str, Any], place: str, row: dict[str, Any]) -> None:
+    """Add an arm, and write what there is: a run that ends early leaves its first arms."""
+    if isinstance(result.get(place), list):
+        result[place].append(row)
+    else:
+        result[place] = row
+    write(result)
+
+
+def write(result: dict[str, Any]) -> None:
+    """To the file."""
     OUTPUT.parent.mkdir(parents=True, exist_ok=True)
     OUTPUT.write_text(json.dumps(result, indent=1) + "\n")
-    show(result)
 
 
 def show(result: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ class Arm:
     sessions: Sequence[TraceSession]
     concurrency: int
     compression: float
+    stagger_s: float  # the first sessions start spread over so much of the trace's time
     l2_tokens: int = NEVER_EVICTS_TOKENS  # of each node
     node_flags: tuple[str, ...] = ()
     gateway_flags: tuple[str, ...] = ()
@@ -45,14 +46,14 @@ class Measured:
     seen: dict[str, Any]  # what goes into the JSON as it is
 
 
-def measure(arm: Arm, plan: Plan, stagger_s: float) -> Measured:
+def measure(arm: Arm, plan: Plan) -> Measured:
     """Start a cluster, play, wait until it is at rest, audit it, stop it."""
     state = ROOT / "build" / "bench-kv-cluster"
     cluster = LocalCluster(_spec(arm, plan, state))
     begun_s = time.monotonic()
     cluster.start()
     try:
-        return asyncio.run(_measure(cluster, arm, stagger_s, begun_s))
+        return asyncio.run(_measure(cluster, arm, begun_s))
     finally:
         cluster.stop()
 
@@ -96,12 +97,12 @@ def _flags(values: dict[str, object]) -> list[str]:
     return [part for name, value in values.items() for part in (f"--{name}", str(value))]
 
 
-async def _measure(cluster: LocalCluster, arm: Arm, stagger_s: float, begun_s: float) -> Measured:
+async def _measure(cluster: LocalCluster, arm: Arm, begun_s: float) -> Measured:
     options = ReplayOptions(
         gateways=(cluster.gateway_address,),
         concurrency=arm.concurrency,
         compression=arm.compression,
-        stagger_s=stagger_s,
+        stagger_s=arm.stagger_s,
     )
     async with grpc.aio.insecure_channel(cluster.processes["directory"].address) as channel:
         directory: Any = directory_pb2_grpc.DirectoryServiceStub(channel)
@@ -115,6 +116,8 @@ async def _measure(cluster: LocalCluster, arm: Arm, stagger_s: float, begun_s: f
         audit = await _audit(directory)
     seen = {
         "sessions": report.sessions,
+        "concurrency": arm.concurrency,
+        "compression": arm.compression,
         "requests": report.requests,
         "failed": report.failed,
         "failures": dict(report.failures),

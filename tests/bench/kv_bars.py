@@ -36,7 +36,11 @@ def bars(result: dict[str, Any]) -> Iterator[Bar]:
             yield from _policy_bars(share, agent, arms[share, "lru"])
     yield from _fetch_bars({row["mode"]: row for row in result["fetch"]})
     for run in (*result["arms"], *result["fetch"]):
-        yield from _run_bars(run)
+        yield from _run_bars(
+            f"fetch {run['mode']}" if "mode" in run else f"pool {run['pool_share']} {run['policy']}", run
+        )
+    if "endurance" in result:
+        yield from _run_bars(f"{result['endurance']['compression']:g} times as fast", result["endurance"])
 
 
 def _policy_bars(share: float, agent: dict[str, Any], lru: dict[str, Any]) -> Iterator[Bar]:
@@ -64,8 +68,7 @@ def _fetch_bars(fetch: dict[str, dict[str, Any]]) -> Iterator[Bar]:
         yield Bar("fetch time hidden, async", f"≥ {_percent(HIDDEN_LEAST)}", shown, met)
 
 
-def _run_bars(run: dict[str, Any]) -> Iterator[Bar]:
-    name = f"fetch {run['mode']}" if "mode" in run else f"pool {run['pool_share']} {run['policy']}"
+def _run_bars(name: str, run: dict[str, Any]) -> Iterator[Bar]:
     audit = run["audit"]
     left = f"{audit['mismatches']} mismatches, {audit['nonzero_after_end']} left after the ends"
     yield Bar(f"{name}: audit", "clean", "clean" if audit["clean"] else left, audit["clean"])
