@@ -68,11 +68,11 @@ class PoolMachine(RuleBasedStateMachine):
         self.legs.append((use, names, reused, room))
         self._compute(len(self.legs) - 1, blocks - reused)
 
-    @precondition(lambda self: any(use is not Use.FETCH for use, *_ in self.legs))
+    @precondition(lambda self: any(use is not Use.QUEUED for use, *_ in self.legs))
     @rule(data=st.data(), blocks=st.integers(1, 6))
     def go_on(self, data: st.DataObject, blocks: int) -> None:
         """A leg computes more of its context."""
-        running = [index for index, leg in enumerate(self.legs) if leg[0] is not Use.FETCH]
+        running = [index for index, leg in enumerate(self.legs) if leg[0] is not Use.QUEUED]
         self._compute(data.draw(st.sampled_from(running)), blocks)
 
     def _compute(self, index: int, blocks: int) -> None:
@@ -89,16 +89,16 @@ class PoolMachine(RuleBasedStateMachine):
         reached = self.pool.store(names, first, last)
         assert reached == self.model.store(names[:last], first)
         if keep and reached:
-            self.pool.lock(names, 0, reached, Use.FETCH)
-            self.model.lock(names[:reached], 0, Use.FETCH)
-            self.legs.append((Use.FETCH, names, reached, 0))
+            self.pool.lock(names, 0, reached, Use.QUEUED)
+            self.model.lock(names[:reached], 0, Use.QUEUED)
+            self.legs.append((Use.QUEUED, names, reached, 0))
 
     @precondition(lambda self: self.legs)
     @rule(data=st.data())
     def end_leg(self, data: st.DataObject) -> None:
         """A leg ends."""
         use, names, blocks, own = self.legs.pop(data.draw(st.integers(0, len(self.legs) - 1)))
-        if use is not Use.FETCH:
+        if use is not Use.QUEUED:
             self.pool.give_back(own, use)
             self.model.own[use] -= own
         self.pool.unlock(names, blocks, use)
@@ -159,7 +159,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.free(tier) == model.free(tier)
         assert self.pool.room == model.room()
         for use in Use:
-            own = model.own[use] if use is not Use.FETCH else 0
+            own = model.own[use] if use is not Use.QUEUED else 0
             assert self.pool.used_by(use) == own + sum(block.locks[use] > 0 for block in model.blocks.values())
         assert self.pool.zero_l2 == sum(not model.counts.get(name) for name in model.held(Tier.L2))
         assert self.pool.counts() == {name: model.counts[name] for name in model.blocks if model.counts.get(name)}
@@ -238,11 +238,11 @@ def test_what_came_for_a_leg_that_waits_is_not_evicted() -> None:
     pool = NodePool(20, 20)
     fetched = CONTEXTS[2][:8]
     assert pool.store(fetched, 0, 8) == 8
-    pool.lock(fetched, 0, 8, Use.FETCH)
+    pool.lock(fetched, 0, 8, Use.QUEUED)
     fill(pool, CONTEXTS[3])
     assert pool.matched(fetched, 8, Tier.L2) == 8
     assert pool.matched(CONTEXTS[3], 20, Tier.L2) == 12
-    pool.unlock(fetched, 8, Use.FETCH)
+    pool.unlock(fetched, 8, Use.QUEUED)
     pool.set_counts(dict.fromkeys(CONTEXTS[3], 1))
     assert pool.store(CONTEXTS[3], 20, 20) == 20
     assert pool.matched(fetched, 8, Tier.L2) == 0

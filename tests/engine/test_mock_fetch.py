@@ -200,3 +200,19 @@ async def test_what_was_fetched_stays_for_its_leg_and_a_full_pool_stops_nobody()
         assert sum(cached) >= 32 * BLOCK
         mock(b).check_invariants()
         assert mock(b).kept_for_legs() == 0
+
+
+async def test_what_a_waiting_leg_will_reuse_is_kept_for_it() -> None:
+    """Its own copies, too: what others compute meanwhile doesn't drive them out."""
+    async with mocks("a") as (node,):
+        tokens = prompt(1, PROMPT)
+        await prefill_only(node, tokens)
+        await node.engine.free_l1()
+        mock(node).faults.stall()
+        leg = Leg(node.engine.prefill(jobs(node, tokens, greedy(1))[0]))
+        await until_status(node, lambda status: len(status.queued) == 1)
+        assert mock(node).kept_for_legs() == 8
+        mock(node).faults.resume()
+        assert await leg.error() is None
+        assert event(leg, Prefilled).cached == CachedTokens(l2=8 * BLOCK)
+        assert mock(node).kept_for_legs() == 0

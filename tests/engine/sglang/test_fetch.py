@@ -137,6 +137,15 @@ async def small(pair: list[Node], tmp_path: Path) -> AsyncIterator[Node]:
         yield node
 
 
+async def pass_by(node: Node, seed: int) -> None:
+    """Compute more than the node's L2 holds, all of it needed by branches."""
+    for each in range(64):
+        filler = prompt(seed + each, BLOCK + 1)
+        await prefill_only(node, filler, priority=1)
+        await node.engine.set_counts({names(filler)[0]: 1})
+    await node.until(lambda: names(prompt(seed, BLOCK))[0] not in node.held[Tier.L2])
+
+
 async def test_a_fetch_under_the_wait_costs_nothing_and_stays(pair: list[Node], small: Node) -> None:
     source = pair[0]
     longest = small.info.max_prompt_tokens
@@ -149,12 +158,7 @@ async def test_a_fetch_under_the_wait_costs_nothing_and_stays(pair: list[Node], 
     fetching = asyncio.create_task(events_of(small, tokens, holders=(source.holder(0, longest // BLOCK),)))
     usable = (longest - 1) // BLOCK
     await until_status(small, lambda status: status.fetched_tokens == usable * BLOCK)
-    # More than its L2 holds passes by, and branches need all of it; what came for the waiting leg stays all the same.
-    for seed in range(64):
-        filler = prompt(54_600 + seed, BLOCK + 1)
-        await prefill_only(small, filler, priority=1)
-        await small.engine.set_counts({names(filler)[0]: 1})
-    await small.until(lambda: names(prompt(54_600, BLOCK))[0] not in small.held[Tier.L2])
+    await pass_by(small, 54_600)
     assert not fetching.done()
     await collect(small.engine.decode(decode))
     await holding
@@ -162,6 +166,24 @@ async def test_a_fetch_under_the_wait_costs_nothing_and_stays(pair: list[Node], 
     assert prefilled.cached == CachedTokens(peer=usable * BLOCK)
     assert prefilled.first_token == output[0]
     assert taken.hidden_s == taken.fetch_s > 0
+    await small.until_only_cache()
+
+
+async def test_own_copies_stay_for_a_leg_that_waits(small: Node) -> None:
+    longest = small.info.max_prompt_tokens
+    tokens = await held_by(small, prompt(56_000, longest))
+    await small.engine.free_l1()
+    first, decode = jobs(small, prompt(56_500, longest - 3 * BLOCK), greedy(2), keep_s=NEVER_S)
+    holding = asyncio.create_task(collect(small.engine.prefill(first)))
+    await until_status(small, lambda status: status.holding == 1)
+    waiting = asyncio.create_task(events_of(small, tokens))
+    await until_status(small, lambda status: len(status.queued) == 1)
+    await pass_by(small, 56_600)
+    assert not waiting.done()
+    await collect(small.engine.decode(decode))
+    await holding
+    _, prefilled = await waiting
+    assert prefilled.cached == CachedTokens(l2=(longest - 1) // BLOCK * BLOCK)
     await small.until_only_cache()
 
 

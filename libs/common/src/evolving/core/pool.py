@@ -65,7 +65,7 @@ class NodePool:
 
     def used_by(self, use: Use) -> int:
         """Blocks that legs of a kind use, each once, and their own room."""
-        return self._used_by[use] + (self._own[use] if use is not Use.FETCH else 0)
+        return self._used_by[use] + (self._own[use] if use is not Use.QUEUED else 0)
 
     @property
     def room(self) -> int:
@@ -255,7 +255,7 @@ class NodePool:
         assert locks[use] >= 0
         self._used_by[use] += run.size * ((locks[use] > 0) - (run.locks[use] > 0))
         run.locks = (locks[0], locks[1], locks[2])
-        if use is not Use.FETCH:
+        if use is not Use.QUEUED:
             assert run.tiers & Tier.L1
             self._unused_l1 += run.size * (was_used - run.used_in_l1)
 
@@ -389,7 +389,7 @@ class NodePool:
         assert self._zero_l2 == sum(run.size for run in runs if run.tiers & Tier.L2 and not run.count)
         for run in runs:
             assert run.tiers & Tier.L1 or not run.used_in_l1
-            assert run.tiers & Tier.L2 or not run.locks[Use.FETCH]
+            assert run.tiers & Tier.L2 or not run.locks[Use.QUEUED]
             assert all(self._counts.get(name, 0) == run.count for name in run.names)
 
 

@@ -19,7 +19,7 @@ class Use(enum.IntEnum):
 
     PREFILL = 0  # prefill legs, in L1
     DECODE = 1  # decode legs, in L1
-    FETCH = 2  # legs not taken yet that got blocks from peers, in L2
+    QUEUED = 2  # legs not taken yet, in L2
 
 
 class Leaving(enum.IntEnum):
@@ -66,7 +66,7 @@ class Run:
         """Whether its last block may leave the tier: nothing is below it there, and nobody uses it."""
         if not self.tiers & tier or self.below[tier]:
             return False
-        return not (self.used_in_l1 if tier is Tier.L1 else self.locks[Use.FETCH])
+        return not (self.used_in_l1 if tier is Tier.L1 else self.locks[Use.QUEUED])
 
     def agrees(self, other: Run) -> bool:
         """Whether nothing but the names tells the two apart."""

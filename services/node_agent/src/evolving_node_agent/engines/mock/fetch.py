@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from evolving.core.pool_runs import Use
 from evolving_node_agent.engines.mock.legs import PrefillLeg
 from evolving_node_agent.engines.mock.life import Life
 from evolving_node_agent.engines.mock.transport import (
@@ -23,8 +22,6 @@ from evolving_node_agent.engines.mock.transport import (
     paced,
 )
 from evolving_node_agent.engines.port import Holder, PrefillJob, Tier
-
-_KEPT_SHARE = 0.5  # of L2 at most is kept for legs in the queue, so that others' blocks still find room
 
 
 async def fetch(life: Life, leg: PrefillLeg) -> None:
@@ -96,7 +93,7 @@ async def _receive(connection: Connection, wanted: int) -> tuple[int, list[bytes
 
 def _store(life: Life, leg: PrefillLeg, first: int, blocks: int, data: Sequence[bytes]) -> bool:
     """Put what came into L2 and keep it for the leg; False where L2 had no room for all of it."""
-    names, pool, fetch = leg.kv.names, life.cache.pool, leg.fetch
+    names, fetch = leg.kv.names, leg.fetch
     if blocks == 0 or life.legs.get(leg.job.leg_id) is not leg or fetch.over:
         return False
     reached = life.cache.store_fetched(names, first, first + blocks, data)
@@ -104,10 +101,7 @@ def _store(life: Life, leg: PrefillLeg, first: int, blocks: int, data: Sequence[
     if stored:
         fetch.fetched.append(range(first, reached))
         life.reads.blocks_fetched += stored
-        more = reached - fetch.kept
-        if pool.used_by(Use.FETCH) + more <= _KEPT_SHARE * pool.capacity(Tier.L2):
-            pool.lock(names, fetch.kept, reached, Use.FETCH)
-            fetch.kept = reached
+        life.keep(leg, reached)
         life.publish()
     return stored == blocks
 

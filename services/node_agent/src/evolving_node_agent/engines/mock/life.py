@@ -14,6 +14,7 @@ import numpy as np
 
 from evolving.core.config import FetchStart
 from evolving.core.pool_runs import Use
+from evolving.core.terms import Tier
 from evolving.runtime.clock import Clock
 from evolving.runtime.tasks import first_of
 from evolving_node_agent.engines.mock.admission import PrefillQueue
@@ -48,6 +49,8 @@ from evolving_node_agent.engines.port import (
     Tokens,
 )
 from evolving_node_agent.engines.turns import ReadTurns
+
+_KEPT_SHARE = 0.5  # of L2 at most is kept for legs in the queue
 
 
 class Life:
@@ -99,6 +102,7 @@ class Life:
         fetching = LegFetch(offered(job, held, reusable), job.fetch_deadline_s)
         leg = PrefillLeg(job, kv, self._order, self.clock.now_s(), reusable, fetching)
         self.legs[job.leg_id] = leg
+        self.keep(leg, self.cache.pool.matched(kv.names, held, Tier.L2))
         self.transfers.offer(leg)
         self._queue.add(leg)
         fetching.over = fetching.until == held
@@ -160,7 +164,7 @@ class Life:
                 legs.remove(leg)  # type: ignore[arg-type]
         if isinstance(leg, PrefillLeg):
             self._queue.discard(leg)
-            self._let_go_of_fetched(leg)
+            self._let_go(leg)
         leg.kv.release()
         leg.events.close(error)
         current = asyncio.current_task()
@@ -324,7 +328,7 @@ class Life:
         if reused is None:
             return False
         in_l1, from_l2 = reused
-        self._let_go_of_fetched(leg)
+        self._let_go(leg)
         self._running.append(leg)
         leg.stage = PrefillStage.RUNNING
         size = self.config.block_tokens
@@ -364,8 +368,16 @@ class Life:
         self.publish()
         self._wake.set()
 
-    def _let_go_of_fetched(self, leg: PrefillLeg) -> None:
-        self.cache.pool.unlock(leg.kv.names, leg.fetch.kept, Use.FETCH)
+    def keep(self, leg: PrefillLeg, blocks: int) -> None:
+        """Keep the first `blocks` blocks of a waiting leg in L2, where others' blocks still find room then."""
+        pool = self.cache.pool
+        more = blocks - leg.fetch.kept
+        if more > 0 and pool.used_by(Use.QUEUED) + more <= _KEPT_SHARE * pool.capacity(Tier.L2):
+            pool.lock(leg.kv.names, leg.fetch.kept, blocks, Use.QUEUED)
+            leg.fetch.kept = blocks
+
+    def _let_go(self, leg: PrefillLeg) -> None:
+        self.cache.pool.unlock(leg.kv.names, leg.fetch.kept, Use.QUEUED)
         leg.fetch.kept = 0
 
     async def _expire_holding(self, leg: PrefillLeg) -> None:

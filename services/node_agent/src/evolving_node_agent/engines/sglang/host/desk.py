@@ -65,6 +65,7 @@ class Desk:
         leg.phase = Phase.QUEUED
         leg.known_cached_tokens = self.blocks.cached_tokens(leg.tokens, leg.root)
         self.prefills[leg.rid] = leg
+        self.landing.protect(leg)
         self._plan_fetch(leg)
         self._scheduler._add_request_to_queue(request)
 

@@ -54,7 +54,7 @@ class Landing:
         if leg.phase is not Phase.QUEUED:
             return held, None
         leg.known_cached_tokens = held * self._block_tokens
-        self._protect(leg)
+        self.protect(leg)
         if held != first_block:
             return held, None
         slots = self._blocks.pages.allocate_host(blocks, self._tree.evict_host)
@@ -91,7 +91,7 @@ class Landing:
         if used:
             leg.fetch.spans.append((held * width, (first_block + blocks) * width))
         if leg.phase is Phase.QUEUED:
-            self._protect(leg)
+            self.protect(leg)
 
     def _insert(self, leg: PrefillLeg, digests: list[bytes], first_block: int, slots: torch.Tensor) -> int:
         """Add host copies below the leg's first blocks; how many of the slots, the last ones, the tree took."""
@@ -105,7 +105,7 @@ class Landing:
 
     # -- until the leg is taken
 
-    def _protect(self, leg: PrefillLeg) -> None:
+    def protect(self, leg: PrefillLeg) -> None:
         """Keep what L2 holds of the leg's prompt, within bounds: beyond them it may be evicted and is computed."""
         earlier = self._protections.get(leg.rid)
         others = sum(each.tokens for each in self._protections.values()) - (earlier.tokens if earlier else 0)
