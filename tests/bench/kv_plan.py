@@ -31,18 +31,20 @@ class Plan:
     # pool beside the one measured.
     prompt_tokens: int = 160_000
     pool_shares: tuple[float, ...] = (1.2, 1.0, 0.86, 0.5)
-    # Fetch arms: the same first requests of sessions with little idle time, on a model slow enough to load the nodes.
+    # Fetch arms: the first requests of sessions that begin small and have little idle time, on a model slow enough to
+    # keep the prefill nodes busy: without a wait there is nothing to hide a fetch under.
     fetch_modes: tuple[str, ...] = ("async", "at_start", "recompute")
     fetch_sessions: int = 60
-    fetch_requests: int = 24  # of each session's main agent, at most
+    fetch_requests: int = 20  # of each session's main agent, at most
     fetch_concurrency: int = 60
-    fetch_compression: float = 10.0
-    fetch_stagger_s: float = 60.0
-    fetch_span_s: float = 1500.0  # sessions whose first requests were recorded within so long
-    # Equation 1 in the fetch arms: about 2,000 tokens a second, and what attention to a long context costs.
-    prefill_coefficients: tuple[float, ...] = (0.004, 5e-4, 3e-9, 4e-7, 0.0)
-    # One read: 70 KB of KV a token over 1.4 GB/s, as without RDMA.
-    fetch_tokens_per_s: float = 20_000.0
+    fetch_compression: float = 5.0
+    fetch_stagger_s: float = 120.0
+    fetch_span_s: float = 1000.0  # sessions whose first requests were recorded within so long
+    fetch_first_tokens: int = 50_000  # sessions whose first prompt is no longer
+    # Equation 1 in the fetch arms: 2,500 tokens a second, and what attention to a long context costs.
+    prefill_coefficients: tuple[float, ...] = (0.004, 4e-4, 2e-9, 4e-7, 0.0)
+    # One read: 70 KB of KV a token over 2.1 GB/s, as without RDMA.
+    fetch_tokens_per_s: float = 30_000.0
 
     @property
     def context_tokens(self) -> int:
@@ -63,16 +65,16 @@ QUICK = replace(
     Plan(),
     sessions=40,
     concurrency=30,
-    stagger_s=600.0,
     compression=100.0,
+    stagger_s=600.0,
     endurance_compression=0.0,
     session_hours=2.0,
     pool_shares=(0.86,),
     fetch_modes=("async", "at_start"),
-    fetch_sessions=30,
-    fetch_requests=10,
-    fetch_concurrency=30,
-    fetch_span_s=600.0,
+    fetch_sessions=40,
+    fetch_requests=8,
+    fetch_concurrency=40,
+    fetch_span_s=300.0,
 )
 """Within ten minutes: that everything runs, not what it measures."""
 
@@ -84,8 +86,9 @@ def policy_sessions(trace: Sequence[TraceSession], plan: Plan) -> list[TraceSess
 
 
 def fetch_sessions(trace: Sequence[TraceSession], plan: Plan) -> list[TraceSession]:
-    """The first sessions with little idle time, cut to their first requests."""
-    cut = [_cut(session, plan.fetch_requests) for session in trace if _fits(session, plan)]
+    """The first sessions that begin small and have little idle time, cut to their first requests."""
+    small = (each for each in trace if each.agents[0].requests[0].input_tokens <= plan.fetch_first_tokens)
+    cut = [_cut(session, plan.fetch_requests) for session in small if _fits(session, plan)]
     return [session for session in cut if session.duration_s <= plan.fetch_span_s][: plan.fetch_sessions]
 
 
