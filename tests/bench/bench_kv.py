@@ -49,7 +49,9 @@ def policy_arms(sessions: Sequence[TraceSession], plan: Plan) -> Iterator[dict[s
 
     def arm(name: str, **more: Any) -> Arm:
         # Reads do not speed up with the mock as computing does: by time alone, short tails would be computed anew.
-        common = Arm(name, sessions, plan.concurrency, plan.compression, plan.stagger_s, gateway_flags=FETCH_ALWAYS)
+        common = Arm(
+            name, sessions, plan.concurrency, plan.compression, plan.stagger_s, plan.split, gateway_flags=FETCH_ALWAYS
+        )
         return replace(common, **more)
 
     whole = told(arm("pool that never fills"), plan)
@@ -80,6 +82,8 @@ def fetch_arms(sessions: Sequence[TraceSession], plan: Plan) -> Iterator[dict[st
             plan.fetch_concurrency,
             plan.fetch_compression,
             plan.fetch_stagger_s,
+            plan.fetch_split,
+            plan.fetch_l2_tokens,
             node_flags=("--prefill-coefficients", coefficients, *node_flags),
             gateway_flags=gateway_flags,
         )

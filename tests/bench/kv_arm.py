@@ -32,6 +32,7 @@ class Arm:
     concurrency: int
     compression: float
     stagger_s: float  # the first sessions start spread over so much of the trace's time
+    split: str
     l2_tokens: int = NEVER_EVICTS_TOKENS  # of each node
     node_flags: tuple[str, ...] = ()
     gateway_flags: tuple[str, ...] = ()
@@ -86,7 +87,7 @@ def _spec(arm: Arm, plan: Plan, state: Path) -> ClusterSpec:
         engine="mock",
         model_path=state / "no-model",
         gateway_port=0,
-        initial_split=plan.split,
+        initial_split=arm.split,
         node_flags=("--no-mock-verify-kv", *_flags(node_flags), *arm.node_flags),
         gateway_flags=(*_flags(gateway_flags), *arm.gateway_flags),
         service_flags=("--registration-ttl-s", "60"),

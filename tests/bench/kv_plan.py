@@ -31,20 +31,23 @@ class Plan:
     # pool beside the one measured.
     prompt_tokens: int = 160_000
     pool_shares: tuple[float, ...] = (1.2, 1.0, 0.86, 0.5)
-    # Fetch arms: the first requests of sessions that begin small and have little idle time, on a model slow enough to
-    # keep the prefill nodes busy: without a wait there is nothing to hide a fetch under.
+    # Fetch arms: the first requests of sessions that begin small and have little idle time. The model is slow enough to
+    # keep the prefill nodes busy, since without a wait there is nothing to hide a fetch under; and their memory holds
+    # only part of what they need, while that of the more decode nodes holds all of it.
     fetch_modes: tuple[str, ...] = ("async", "at_start", "recompute")
+    fetch_split: str = "2P4D"
+    fetch_l2_tokens: int = 1_024_000  # of each node
     fetch_sessions: int = 60
     fetch_requests: int = 20  # of each session's main agent, at most
     fetch_concurrency: int = 60
-    fetch_compression: float = 5.0
-    fetch_stagger_s: float = 120.0
+    fetch_compression: float = 8.0
+    fetch_stagger_s: float = 800.0
     fetch_span_s: float = 1000.0  # sessions whose first requests were recorded within so long
     fetch_first_tokens: int = 50_000  # sessions whose first prompt is no longer
-    # Equation 1 in the fetch arms: 2,500 tokens a second, and what attention to a long context costs.
-    prefill_coefficients: tuple[float, ...] = (0.004, 4e-4, 2e-9, 4e-7, 0.0)
-    # One read: 70 KB of KV a token over 2.1 GB/s, as without RDMA.
-    fetch_tokens_per_s: float = 30_000.0
+    # Equation 1 in the fetch arms: 1,700 tokens a second, and what attention to a long context costs.
+    prefill_coefficients: tuple[float, ...] = (0.004, 6e-4, 2e-9, 4e-7, 0.0)
+    # One read: 70 KB of KV a token over 0.7 GB/s, as without RDMA.
+    fetch_tokens_per_s: float = 10_000.0
 
     @property
     def context_tokens(self) -> int:
