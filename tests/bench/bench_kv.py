@@ -38,10 +38,10 @@ OUTPUT = ROOT / "build" / "bench-kv.json"
 FETCH_FLAGS = {
     "async": ((), ()),
     "at_start": (("--fetch-start", "admission"), ()),
-    "recompute": ((), ("--no-fetch-from-peers",)),
+    "recompute": ((), ("--fetch", "never")),
 }
 """Flags of nodes and gateway."""
-FETCH_ALWAYS = ("--fetch-always",)
+FETCH_ALWAYS = ("--fetch", "always")
 
 
 def policy_arms(sessions: Sequence[TraceSession], plan: Plan) -> Iterator[dict[str, Any]]:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evolving.core.config import FetchRule
 from evolving.core.routing import (
     Context,
     DecodeNode,
@@ -125,7 +126,7 @@ def test_a_backlog_of_fetches_sends_a_request_elsewhere() -> None:
 
 
 def test_nothing_is_fetched_where_that_is_switched_off() -> None:
-    off = replace(CONFIG, fetch_from_peers=False)
+    off = replace(CONFIG, fetch=FetchRule.NEVER)
     score = score_prefill(replace(CONTEXT, pool_blocks=15), prefill_node("a", any_blocks=3, fetchable_blocks=12), off)
     assert (score.fetched_blocks, score.fetch_s, score.cached_tokens) == (0, 0.0, 3 * 64)
 
@@ -134,9 +135,7 @@ def test_all_is_fetched_where_that_is_asked_for() -> None:
     context = replace(CONTEXT, pool_blocks=15)
     node = prefill_node("a", any_blocks=3, fetchable_blocks=12, fetch_tokens_per_s=1.0)
     assert score_prefill(context, node, CONFIG).fetched_blocks == 0
-    assert score_prefill(context, node, replace(CONFIG, fetch_always=True)).fetched_blocks == 12
-    never = replace(CONFIG, fetch_always=True, fetch_from_peers=False)
-    assert score_prefill(context, node, never).fetched_blocks == 0
+    assert score_prefill(context, node, replace(CONFIG, fetch=FetchRule.ALWAYS)).fetched_blocks == 12
 
 
 @pytest.mark.parametrize(("wait_s", "blocks"), [(0.9, 7), (1.0, 8)])
@@ -251,7 +250,7 @@ def test_what_lies_elsewhere_too_costs_the_cheaper_of_a_fetch_and_computing(
     between = duplicate_s(context, node, CONFIG)
     assert spare <= between * (1 + 1e-9)
     assert between <= alone * (1 + 1e-9)
-    without = replace(CONFIG, fetch_from_peers=False)
+    without = replace(CONFIG, fetch=FetchRule.NEVER)
     assert duplicate_s(replace(context, spare_share=1.0), node, without) == pytest.approx(alone)
 
 

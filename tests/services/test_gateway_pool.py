@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 from gateway_harness import BLOCK_TOKENS, Bench, ScriptedNode, bench
 
+from evolving.core.config import FetchRule
 from evolving.core.work import PrefillWork
 from evolving.internal.v1 import directory_pb2, node_agent_pb2
 from evolving.runtime.metrics import Metrics
@@ -71,7 +72,7 @@ async def test_a_full_node_is_spared_duplicates() -> None:
 
 
 async def test_without_fetches_kv_is_used_where_it_lies_or_computed() -> None:
-    async with bench("holder", "a", fetch_from_peers=False) as it:
+    async with bench("holder", "a", fetch=FetchRule.NEVER) as it:
         it.directory.match = held_by("holder")
         assert (await served(it)).prefill_node_id == "holder"
         await tell(it, "holder", 60.0)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from evolving.core.config import FetchRule
 from evolving.core.routing import RoutingConfig
 from evolving.runtime.settings import ServiceSettings
 
@@ -22,12 +23,10 @@ class GatewaySettings(ServiceSettings):
         "none: prompts must be token ids, outputs carry no text, and only the engine knows the end tokens",
     )
 
-    fetch_from_peers: bool = Field(
-        True, description="false, for comparison: no KV is fetched from peers; it is used where it lies, or computed"
-    )
-    fetch_always: bool = Field(
-        False,
-        description="true, for comparison: all that peers hold is fetched, also where computing it would be sooner",
+    fetch: FetchRule = Field(
+        FetchRule.SOONER,
+        description="what KV is fetched from peers: sooner, as much as makes the first token come soonest; for "
+        "comparison: always, all they hold; never, nothing, it is used where it lies or computed",
     )
     fetch_bytes_per_s: float = Field(
         1e9, gt=0, description="rate of a node's reads from peers until it has measured its own, bytes a second"
@@ -78,7 +77,6 @@ class GatewaySettings(ServiceSettings):
         return RoutingConfig(
             fetch_bytes_per_s=self.fetch_bytes_per_s,
             fetch_fixed_s=self.fetch_fixed_s,
-            fetch_from_peers=self.fetch_from_peers,
-            fetch_always=self.fetch_always,
+            fetch=self.fetch,
             tie_share=self.tie_share,
         )

@@ -58,7 +58,6 @@ def _mock_config(settings: NodeAgentSettings) -> MockConfig:
         verify_kv=settings.mock_verify_kv,
         bytes_per_token=settings.mock_bytes_per_token,
         tokens_per_iteration=settings.mock_tokens_per_iteration,
-        transfer_bytes_per_s=settings.mock_transfer_bytes_per_s or math.inf,
         fetch_bytes_per_s=settings.mock_fetch_bytes_per_s or math.inf,
         eviction=settings.eviction,
         fetch_start=settings.fetch_start,

@@ -104,11 +104,6 @@ class NodeAgentSettings(ServiceSettings):
     )
     mock_bytes_per_token: int = Field(4, ge=1, description="mock: KV bytes of a token; real ones with mock_verify_kv")
     mock_tokens_per_iteration: int = Field(1, ge=1, description="mock: tokens accepted per decode iteration")
-    mock_transfer_bytes_per_s: float = Field(
-        0.0,
-        ge=0,
-        description="mock: speed of a prompt's KV to its decode node, before speed_up; 0: no limit",
-    )
     mock_fetch_bytes_per_s: float = Field(
         0.0, ge=0, description="mock: speed of one read of a peer's KV, before speed_up; 0: no limit"
     )

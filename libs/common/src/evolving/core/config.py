@@ -28,6 +28,14 @@ class FetchStart(enum.StrEnum):
     ADMISSION = "admission"  # when the leg's turn to be computed has come; for comparison
 
 
+class FetchRule(enum.StrEnum):
+    """What of a prompt routing plans to fetch from peers."""
+
+    SOONER = "sooner"  # as much as makes the first token come soonest (§4.4)
+    ALWAYS = "always"  # all they hold, also where computing were sooner; for comparison
+    NEVER = "never"  # nothing: KV is used where it lies, or computed; for comparison
+
+
 @dataclass(frozen=True, slots=True)
 class FetchConfig:
     """Bounds of a node's reads from peers. Out-of-range values raise ValueError."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from evolving.core.config import FetchRule
 from evolving.core.terms import Role
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.core.work import PrefillWork, queue_service_s, service_s
@@ -21,8 +22,7 @@ class RoutingConfig:
 
     fetch_bytes_per_s: float  # what reads from peers bring to a node that has not said what they do
     fetch_fixed_s: float = 0.001  # a fetch's cost before its first byte, seconds
-    fetch_from_peers: bool = True  # False, for comparison: KV is used where it lies, or computed
-    fetch_always: bool = False  # True, for comparison: what peers hold is fetched, also where computing were sooner
+    fetch: FetchRule = FetchRule.SOONER
     tie_share: float = 0.05  # nodes within this share of the best predicted time tie (paper, section 4.4)
 
     def __post_init__(self) -> None:
@@ -190,14 +190,22 @@ def score_prefill(context: Context, node: PrefillNode, config: RoutingConfig) ->
             work=work,
         )
 
-    most_blocks = node.fetchable_blocks if config.fetch_from_peers else 0
-    choices = {most_blocks} if config.fetch_always else {0, most_blocks}
-    if not config.fetch_always and (hidden_tokens := _tokens_within(wait_s, node, config)):
-        hidden_blocks = hidden_tokens // context.block_tokens
-        choices |= {min(hidden_blocks, most_blocks), min(hidden_blocks + 1, most_blocks)}
-    scores = [scored(blocks) for blocks in sorted(choices)]
+    scores = [scored(blocks) for blocks in sorted(_fetch_choices(context, node, wait_s, config))]
     free_fetch_total_s = wait_s + scores[-1].service_s + duplicates_cost_s
     return replace(min(scores, key=lambda score: score.total_s), free_fetch_total_s=free_fetch_total_s)
+
+
+def _fetch_choices(context: Context, node: PrefillNode, wait_s: float, config: RoutingConfig) -> set[int]:
+    """How many blocks may be the best to fetch."""
+    most_blocks = node.fetchable_blocks
+    match config.fetch:
+        case FetchRule.NEVER:
+            return {0}
+        case FetchRule.ALWAYS:
+            return {most_blocks}
+        case FetchRule.SOONER:
+            hidden_blocks = _tokens_within(wait_s, node, config) // context.block_tokens
+            return {0, most_blocks, min(hidden_blocks, most_blocks), min(hidden_blocks + 1, most_blocks)}
 
 
 def prefill_work(context: Context, l1_blocks: int, cached_blocks: int) -> PrefillWork:
@@ -238,7 +246,8 @@ def duplicate_s(context: Context, node: PrefillNode, config: RoutingConfig) -> f
     coefficients = node.coefficients
     fixed_s = coefficients.c0_s / node.new_tokens_per_iteration
     compute_token_s = fixed_s + coefficients.c1_s + coefficients.c2_s * context.tokens
-    again_token_s = min(compute_token_s, _fetch_token_s(node, config)) if config.fetch_from_peers else compute_token_s
+    fetches = config.fetch is not FetchRule.NEVER
+    again_token_s = min(compute_token_s, _fetch_token_s(node, config)) if fetches else compute_token_s
     spare = context.spare_share
     return evicted_tokens * (spare * again_token_s + (1.0 - spare) * compute_token_s)
 
