@@ -125,7 +125,7 @@ class Besieged:
                 self.directory.resync_end(0.0, effect.node_id, "life", self.sequence[effect.node_id] + 1)
 
 
-@settings(deadline=None, max_examples=400, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+@settings(max_examples=400, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
 @given(st.lists(st.one_of(begins, begins, landings, outputs, batches, batches, ends, switches), max_size=25))
 def test_forged_names_break_nothing(steps: list[Step]) -> None:
     besieged = Besieged()

@@ -317,7 +317,6 @@ def _run(examples: int, steps: int, *more: Stage) -> None:
         settings=settings(
             derandomize=True,
             database=None,
-            deadline=None,
             max_examples=examples,
             stateful_step_count=steps,
             phases=(Stage.generate, *more),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evolving.core.holders import HeldRun, HolderHint, fetchable_blocks, holder_hints, spare_share
@@ -25,7 +25,6 @@ def test_hints_stop_at_the_first_block_nobody_else_holds() -> None:
     assert holder_hints([HeldRun(0, 4, ("dead",))], "t", 0, 4, LIVE) == ()
 
 
-@settings(deadline=None)
 @given(
     held=st.lists(st.sets(st.sampled_from("abc"), max_size=3), max_size=12),
     first=st.integers(0, 12),
@@ -44,7 +43,6 @@ def test_hints_name_holders_only_without_gap_or_overlap(held: list[set[str]], fi
 held_blocks = st.lists(st.sets(st.sampled_from("abct"), max_size=3), max_size=12)
 
 
-@settings(deadline=None)
 @given(held=held_blocks, first=st.integers(0, 12))
 def test_what_can_be_fetched_is_what_the_hints_bring(held: list[set[str]], first: int) -> None:
     runs = [HeldRun(at, 1, tuple(sorted(nodes))) for at, nodes in enumerate(held)]
@@ -55,7 +53,6 @@ def test_what_can_be_fetched_is_what_the_hints_bring(held: list[set[str]], first
     assert fetchable_blocks(without_gaps, "t", first) == sum(hint.blocks for hint in hints)
 
 
-@settings(deadline=None)
 @given(held=held_blocks)
 def test_spare_are_held_blocks_with_a_second_copy(held: list[set[str]]) -> None:
     runs = [HeldRun(at, 1, tuple(sorted(nodes))) for at, nodes in enumerate(held)]

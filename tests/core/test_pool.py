@@ -181,7 +181,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestPool.settings = settings(max_examples=150, stateful_step_count=50)
 
 
 def fill(pool: NodePool, names: list[bytes]) -> None:

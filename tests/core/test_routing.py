@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evolving.core.config import FetchRule
@@ -106,7 +106,6 @@ def test_the_nodes_own_rate_counts_and_the_configured_one_until_it_has_one() -> 
     assert fetch_s(0, replace(node, fetch_backlog_tokens=10_000), CONFIG) == 0.0, "who fetches nothing waits for none"
 
 
-@settings(deadline=None)
 @given(tokens=st.integers(1, 10**6), backlog=st.integers(0, 10**6), rate=st.floats(1.0, 1e7))
 def test_a_fetch_comes_after_those_of_the_legs_before(tokens: int, backlog: int, rate: float) -> None:
     behind = prefill_node("a", fetch_tokens_per_s=rate, fetch_backlog_tokens=backlog)
@@ -166,7 +165,6 @@ fetching_nodes = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(node=fetching_nodes)
 def test_no_other_number_of_fetched_blocks_is_sooner(node: PrefillNode) -> None:
     context = Context("r", tokens=51 * 64, block_tokens=64, pool_blocks=node.any_blocks + node.fetchable_blocks)
@@ -211,7 +209,6 @@ duplicating_nodes = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(room=st.integers(0, 80), new=st.integers(0, 40), held=st.integers(0, 40), missing=st.integers(0, 40))
 def test_duplicates_evict_what_the_naive_model_evicts(room: int, new: int, held: int, missing: int) -> None:
     """At one second a token."""
@@ -221,7 +218,6 @@ def test_duplicates_evict_what_the_naive_model_evicts(room: int, new: int, held:
     assert duplicate_s(context, node, CONFIG) == 64 * evicted_for_duplicates(room, new, missing)
 
 
-@settings(deadline=None)
 @given(context=contexts, node=duplicating_nodes)
 def test_duplicates_never_help_and_cost_more_the_more_there_are(context: Context, node: PrefillNode) -> None:
     cost_s = duplicate_s(context, node, CONFIG)
@@ -232,7 +228,6 @@ def test_duplicates_never_help_and_cost_more_the_more_there_are(context: Context
     assert duplicate_s(context, roomier, CONFIG) <= cost_s
 
 
-@settings(deadline=None)
 @given(context=contexts, node=duplicating_nodes)
 def test_a_node_with_room_or_without_duplicates_is_not_made_worse(context: Context, node: PrefillNode) -> None:
     holder = replace(node, any_blocks=max(node.any_blocks, context.pool_blocks))
@@ -241,7 +236,6 @@ def test_a_node_with_room_or_without_duplicates_is_not_made_worse(context: Conte
     assert duplicate_s(context, replace(node, room_tokens=prefill_node("x").room_tokens), CONFIG) == 0
 
 
-@settings(deadline=None)
 @given(context=contexts, node=duplicating_nodes)
 def test_what_lies_elsewhere_too_costs_the_cheaper_of_a_fetch_and_computing(
     context: Context, node: PrefillNode
@@ -284,7 +278,6 @@ def test_terms_that_decided_are_named() -> None:
 totals = st.floats(0, 5)
 
 
-@settings(deadline=None)
 @given(terms=st.lists(st.tuples(totals, totals, totals), min_size=1, max_size=5))
 def test_a_term_decided_only_if_another_node_is_better_without_it(terms: list[tuple[float, ...]]) -> None:
     nodes = [

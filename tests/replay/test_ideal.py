@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evolving_replay.ideal import AgentKv, ProducedKv
@@ -30,7 +30,6 @@ def packed(ids: list[int]) -> bytes:
     return np.array(ids, dtype="<u4").tobytes()
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_it_is_the_longest_prefix_ever_computed(data: st.DataObject) -> None:
     produced, model = ProducedKv(BLOCK), KeptPrefixes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evolving_replay.prompts import BlockTokens, SessionPrompts
@@ -108,7 +108,6 @@ def test_sessions_that_share_ids_share_no_tail() -> None:
     assert one[shared:] != other[shared:]
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_an_id_is_the_same_tokens_wherever_it_comes(data: st.DataObject) -> None:
     """Random trees of prompts, as agents grow, rewrite and go back to them."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evolving_client import Cached, Finished, FinishReason, LossCause, Overloaded, Reuse, Timings, Usage
@@ -49,7 +49,6 @@ def finished(
     )
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 1000), min_size=1))
 def test_percentiles_are_numpy_s(seconds: list[float]) -> None:
     latency = Latency.of(seconds)
@@ -66,7 +65,6 @@ def test_percentiles_are_numpy_s(seconds: list[float]) -> None:
     assert latency.mean_s == pytest.approx(sum(seconds) / len(seconds))
 
 
-@settings(deadline=None)
 @given(COUNTS, COUNTS, COUNTS, COUNTS, st.sampled_from([None, *LossCause]))
 def test_the_steps_sum_to_what_was_lost(
     ideal: int, pool: int, planned: int, cached: int, loss: LossCause | None

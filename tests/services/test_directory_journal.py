@@ -136,7 +136,7 @@ def test_segments_are_read_in_order_and_time_goes_on(tmp_path: Path) -> None:
     assert (found.next_segment, found.records, found.now_s) == (3, 5, 1004.0)
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(keep=st.floats(0, 1), garbage=st.binary(max_size=40))
 def test_a_torn_tail_is_cut_at_the_first_record_that_is_not_whole(
     tmp_path_factory: pytest.TempPathFactory, keep: float, garbage: bytes
@@ -171,7 +171,7 @@ def test_what_is_cut_before_whole_records_is_kept_beside(tmp_path: Path) -> None
     assert branches(recover(data, "p0", CONFIG)) == [], "and the kept file is in nobody's way"
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), snapshot=st.booleans())
 def test_a_damaged_byte_anywhere_before_the_last_segment_is_refused(
     tmp_path_factory: pytest.TempPathFactory, at: float, bit: int, snapshot: bool

@@ -138,7 +138,7 @@ _steps = st.lists(
 
 
 @given(_steps)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_the_directory_always_knows_what_is_held(steps: list[tuple[str, Tier, int, int, int]]) -> None:
     # Four contexts: 1 and 2 leave context 0 at blocks 5 and 20, 3 stands alone.
     trunk = line(0, 64)

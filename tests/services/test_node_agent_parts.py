@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from waiting import WAIT_S
 
@@ -39,7 +39,6 @@ from evolving_node_agent.work import WorkReporter, decode_sample, prefill_sample
 
 
 @given(st.integers(0, 70), st.lists(st.integers(1, 9), max_size=12), st.integers(1, 8))
-@settings(deadline=None)
 def test_output_blocks_are_complete_when_their_kv_is(prompt: int, pieces: list[int], block: int) -> None:
     """However the ids arrive, the names are those of the whole context without its last sampled token."""
     root = bytes(32)

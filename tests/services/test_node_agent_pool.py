@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any, cast
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from waiting import eventually
 
@@ -89,7 +89,6 @@ def rate_after(told: Reads, horizon_s: float = 2.0) -> FetchRate:
     return rate
 
 
-@settings(deadline=None)
 @given(told=reads)
 def test_the_rate_lies_between_the_slowest_and_the_fastest_read(told: Reads) -> None:
     each = [tokens / seconds for tokens, seconds in told]
@@ -97,7 +96,6 @@ def test_the_rate_lies_between_the_slowest_and_the_fastest_read(told: Reads) -> 
     assert min(each) * 0.999 <= rate_after(told).tokens_per_s(now_s) <= max(each) * 1.001
 
 
-@settings(deadline=None)
 @given(told=reads)
 def test_what_was_long_ago_in_time_of_reading_hardly_counts(told: Reads) -> None:
     now = [(500, 0.5)] * 60  # 15 horizons

@@ -18,7 +18,7 @@ from evolving_sim.workload import make_workload
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(sessions(), st.integers(1, 4), st.integers(0, 24), st.sampled_from(Policy))
 def test_it_agrees_with_a_pool_that_goes_block_by_block(
     played: list[TraceSession], concurrency: int, capacity: int, policy: Policy
@@ -32,7 +32,7 @@ def test_it_agrees_with_a_pool_that_goes_block_by_block(
     assert outcome.hit_tokens == naive.hit_tokens
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(sessions(), st.integers(1, 4), st.integers(0, 24))
 def test_no_order_beats_the_one_that_knows_the_future(
     played: list[TraceSession], concurrency: int, capacity: int
@@ -42,7 +42,7 @@ def test_no_order_beats_the_one_that_knows_the_future(
     assert max(hits.values()) == hits[Policy.BELADY]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sessions(), st.integers(1, 4), st.sampled_from(Policy))
 def test_with_room_for_everything_nothing_is_lost(
     played: list[TraceSession], concurrency: int, policy: Policy
@@ -52,7 +52,7 @@ def test_with_room_for_everything_nothing_is_lost(
     assert outcome.hit_tokens == outcome.ideal_tokens
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(sessions(rewrites=False, ids_shared=False), st.integers(1, 4))
 def test_counts_lose_nothing_while_all_that_live_branches_have_finds_room(
     played: list[TraceSession], concurrency: int

@@ -75,7 +75,7 @@ def test_what_is_remembered_of_nodes_is_renewed_when_a_counted_block_comes_back(
     assert counts.version > before
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 3), st.integers(0, 1), st.integers(0, 255), st.integers(0, 7))
 def test_any_changed_bit_of_a_page_is_found(page: int, half: int, byte: int, bit: int) -> None:
     generator = torch.Generator().manual_seed(1)

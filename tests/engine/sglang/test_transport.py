@@ -40,7 +40,7 @@ def pair() -> Iterator[Pair]:
         yield reader, peer, theirs
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     pieces=st.lists(st.tuples(st.integers(0, SIZE - 1), st.integers(0, 20_000), st.integers(0, 300)), max_size=30),
     frame_bytes=st.sampled_from([1, 7, 4096, 1 << 20]),

@@ -43,13 +43,13 @@ async def through_a_fault(flip: At | None, cut: At | None) -> None:
             assert ours.bytes() == bytes([UNTOUCHED]) * SIZE, "a byte landed after the read was over"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(places)
 def test_a_flipped_byte_never_passes_as_good(flip: At) -> None:
     asyncio.run(through_a_fault(flip, None))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(places)
 def test_a_cut_connection_is_a_failed_read(cut: At) -> None:
     asyncio.run(through_a_fault(None, cut))
