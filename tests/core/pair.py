@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from hashlib import sha256
@@ -55,6 +55,7 @@ class Pair:
         self.model = Model(config)
         self.paths: dict[Name, list[Name]] = {}  # every block that was ever named, with the context it ends
         self.pushed: dict[str, dict[Name, int]] = {}  # node -> counts it evicts by
+        self.elsewhere: dict[tuple[str, Name], bool] = {}  # by node: whether the pool has it without that node's copy
         self.heard: dict[str, set[Name]] = {}  # node in a resync -> blocks whose count it heard of since
         self.effects: list[Effect] = []  # of the last event
         self.listeners: list[Callable[[list[Effect]], object]] = []  # who else hears of effects
@@ -76,6 +77,7 @@ class Pair:
                 assert effect.node_id in self.model.nodes, effect
                 for name in split_names(effect.names):
                     self.pushed[effect.node_id][name] = effect.count
+                    self.elsewhere[effect.node_id, name] = effect.elsewhere
                     self.heard.get(effect.node_id, set()).add(name)
             elif isinstance(effect, types.CountsComplete):
                 counts, heard = self.pushed[effect.node_id], self.heard.pop(effect.node_id)
@@ -378,6 +380,7 @@ class Pair:
                 assert stats.last_event_sequence == node.sequence
             if stats.node_id not in self.heard:
                 assert {name: count for name, count in self.pushed[stats.node_id].items() if count} == mine
+                self._compare_elsewhere(stats.node_id, mine)
         settled = {
             node_id: {name: count for name, count in pushed.items() if count}
             for node_id, pushed in self.pushed.items()
@@ -388,6 +391,13 @@ class Pair:
         assert report.nonzero_after_end == 0
         pool = self.core.pool_counts()
         assert (pool.held_blocks, pool.shared_blocks, pool.zero_blocks) == tally.held_shared_zero(tally.kept)
+
+    def _compare_elsewhere(self, node_id: str, counts: Mapping[Name, int]) -> None:
+        """What a node was told of other nodes' copies is so, once those of nodes that went are swept."""
+        wakeup_s = self.core.next_wakeup_s()
+        if wakeup_s is None or wakeup_s > self.now_s:
+            for name in counts:
+                assert self.elsewhere[node_id, name] == bool(self.model.holders(name, Tier.L2) - {node_id}), name
 
     def _compare_branch(self, view: types.BranchView, branch: ModelBranch, tally: Tally) -> None:
         assert view.prompt_blocks == len(branch.prompt)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from evolving.core.config import EvictionPolicy
+from evolving.core.needs import LANDING
 from evolving.core.pool_runs import Use
 from evolving.core.terms import Tier
 
@@ -33,7 +34,7 @@ class PoolModel:
         self.capacity = {Tier.L1: l1_blocks, Tier.L2: l2_blocks}
         self.policy = policy
         self.blocks: dict[bytes, Block] = {}
-        self.counts: dict[bytes, int] = {}
+        self.needs: dict[bytes, int] = {}
         self.own = [0, 0]
         self.operation = 0
 
@@ -110,9 +111,9 @@ class PoolModel:
         self.touch(names[:have])
         return have
 
-    def set_counts(self, counts: Mapping[bytes, int]) -> None:
-        """Counts of branches."""
-        self.counts.update(counts)
+    def set_needs(self, needs: Mapping[bytes, int]) -> None:
+        """How much blocks are needed."""
+        self.needs.update(needs)
 
     def free_l1(self) -> int:
         """Out of L1 what L2 has."""
@@ -143,15 +144,15 @@ class PoolModel:
             self._drop_leaf(block, tier)
 
     def effective(self, block: Block) -> int:
-        """The largest count at or below a block."""
+        """The largest need at or below a block."""
         below = [self.effective(each) for each in self.blocks.values() if each.parent is block]
-        return max([self.counts.get(block.name, 0), *below])
+        return max([self.needs.get(block.name, 0), *below])
 
     def needed(self, block: Block, tier: Tier) -> int:
-        """Branches that need a block in a tier; a leg that runs stands for one."""
+        """How much a block is needed in a tier; a leg that runs stands for a branch with no other copy."""
         if self.policy is EvictionPolicy.LRU:
             return 0
-        return max(self.effective(block), int(tier is Tier.L2 and block.used_in(Tier.L1)))
+        return max(self.effective(block), LANDING if tier is Tier.L2 and block.used_in(Tier.L1) else 0)
 
     def evict(self, tier: Tier, keep: Block | None) -> bool:
         """Drop the block that goes first."""

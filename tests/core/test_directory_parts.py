@@ -60,9 +60,7 @@ def test_counts_in_parts_and_the_updates_in_between_amount_to_the_counts_at_the_
     heard: dict[bytes, int] = {}
     with closing(story.pair.core.node_counts_in_parts(node_id)) as parts:
         for part in parts:
-            for names, count in part:
-                heard.update(dict.fromkeys(split_names(names), count))
-            for effect in steps(story, 3):
+            for effect in [*part, *steps(story, 3)]:
                 if isinstance(effect, CountUpdate) and effect.node_id == node_id:
                     heard.update(dict.fromkeys(split_names(effect.names), effect.count))
     kept = {name: count for names, count in story.pair.core.node_counts(node_id) for name in split_names(names)}

@@ -12,6 +12,7 @@ from evolving.core.directory_types import (
     BeginKind,
     CountsComplete,
     CountUpdate,
+    Effect,
     EndedBranch,
     NeedResync,
     Stored,
@@ -201,7 +202,8 @@ def test_a_snapshot_replaces_what_was_known_and_says_when_it_is_complete(cluster
     directory, run = cluster.directory, run_ref(chain([], "sys"), 0, 2)
     assert not any(isinstance(effect, CountUpdate) for effect in directory.resync_begin(0.0, "p1", "life-1"))
     heard = directory.resync_events(0.0, "p1", "life-1", [Stored(Tier.L2, run)])
-    assert [(effect.names, effect.count) for effect in heard if isinstance(effect, CountUpdate)] == [(run.names, 1)]
+    told = [effect for effect in heard if isinstance(effect, CountUpdate) and effect.node_id == "p1"]
+    assert [(effect.names, effect.count) for effect in told] == [(run.names, 1)]
     effects = directory.resync_end(0.0, "p1", "life-1", 9)
     assert any(isinstance(effect, CountsComplete) for effect in effects)
     assert cluster.counts("p1", "sys") == [1, 1, 0]
@@ -214,3 +216,31 @@ def test_a_run_below_an_unknown_block_asks_for_everything(cluster: Cluster) -> N
     effects = cluster.store("p1", "a" * 40, first=20)
     assert any(isinstance(effect, NeedResync) for effect in effects)
     assert not any(isinstance(effect, NeedResync) for effect in cluster.store("p2", "a" * 40, first=16 - 1))
+
+
+def test_a_node_hears_whether_the_pool_has_its_counted_blocks_without_it(cluster: Cluster) -> None:
+    """With its count, and again when the only other copy in L2 comes or goes, however it goes."""
+
+    def heard(effects: list[Effect]) -> dict[str, bool]:
+        updates = [effect for effect in effects if isinstance(effect, CountUpdate)]
+        assert len({update.node_id for update in updates}) == len(updates), "each hears it once"
+        return {update.node_id: update.elsewhere for update in updates}
+
+    cluster.begin("agent", "r1", "sys")
+    cluster.store("p1", "sys")
+    assert heard(cluster.land("agent", "r1", "p1", Phase.PREFILL, 3)) == {"p1": False}
+    assert heard(cluster.store("d1", "sys")) == {"p1": True}
+    assert heard(cluster.land("agent", "r1", "d1", Phase.DECODE, 3)) == {"d1": True}
+    assert heard(cluster.store("p2", "sys")) == {}, "no news to those who know of another"
+    assert heard(cluster.evict("p2", "sys")) == {}
+
+    assert heard(cluster.evict("d1", "sys", tiers=[Tier.L2])) == {"p1": False}, "copies in L1 can't be read"
+    assert heard(cluster.evict("p1", "sys", tiers=[Tier.L2])) == {"d1": False}
+    assert heard(cluster.store("p1", "sys", tiers=[Tier.L2])) == {"d1": True}
+    assert heard(cluster.store("d1", "sys", tiers=[Tier.L2])) == {"p1": True}
+
+    cluster.directory.node_gone(0.0, "d1")
+    told: dict[str, bool] = {}
+    while (wakeup_s := cluster.directory.next_wakeup_s()) is not None and wakeup_s <= cluster.now_s:
+        told |= heard(cluster.directory.tick(cluster.now_s))
+    assert told == {"p1": False}

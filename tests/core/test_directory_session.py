@@ -91,7 +91,8 @@ class Session:
         return said + [f"{node}: {letters}@{depth} = {count}" for node, depth, letters, count in merged]
 
     def store(self, node: str, names: bytes) -> None:
-        """The node comes to hold a context in both tiers, before that says anything about counts."""
+        """The node comes to hold a context in both tiers. That is no news of its counts; others with the same blocks
+        hear that they are no longer alone."""
         blocks = len(names) // NAME_BYTES
         first = next((at for at, name in enumerate(split_names(names)) if name not in self.held[node]), blocks)
         if first == blocks:
@@ -99,7 +100,10 @@ class Session:
         self.held[node].update(split_names(names))
         self.sequences[node] += 1
         events = [Stored(tier, RunRef(0, names, first)) for tier in Tier]
-        assert self.directory.node_events(self.now_s, node, "1", self.sequences[node], events) == []
+        for effect in self.directory.node_events(self.now_s, node, "1", self.sequences[node], events):
+            assert isinstance(effect, CountUpdate)
+            assert effect.elsewhere
+            assert effect.node_id != node
 
     def do_up(self, node: str) -> list[str]:
         self.held[node], self.sequences[node] = set(), 0

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from evolving.core.config import EvictionPolicy
+from evolving.core.needs import need
 from evolving.core.pool import NodePool
 from evolving.core.pool_events import BlocksRemoved, BlocksStored, PoolEvent
 from evolving.core.pool_runs import Use
 from evolving.core.terms import Tier
 
 LENGTH = 20
+NEEDS = st.sampled_from([0, 1, 3, need(1, elsewhere=False), need(2, elsewhere=False)])
 FORKS = [(1, 0, 8), (2, 0, 3), (4, 3, 12)]  # context, the one it shares leading blocks with, how many
 
 
@@ -35,7 +37,7 @@ LEG_USES = [Use.PREFILL, Use.DECODE]
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Legs of all kinds come and go, counts change, memory is short; the model does the same."""
+    """Legs of all kinds come and go, needs change, memory is short; the model does the same."""
 
     pool: NodePool
     model: PoolModel
@@ -112,18 +114,18 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.touch(names, held)
         self.model.touch(names[:held])
 
-    @rule(names=contexts, first=st.integers(0, LENGTH - 1), counts=st.lists(st.integers(0, 3), min_size=1, max_size=8))
-    def count(self, names: list[bytes], first: int, counts: list[int]) -> None:
+    @rule(names=contexts, first=st.integers(0, LENGTH - 1), needs=st.lists(NEEDS, min_size=1, max_size=8))
+    def need(self, names: list[bytes], first: int, needs: list[int]) -> None:
         """Branches come to need blocks, or no longer do."""
-        pairs = dict(zip(names[first:], counts, strict=False))
-        self.pool.set_counts(pairs)
-        self.model.set_counts(pairs)
+        pairs = dict(zip(names[first:], needs, strict=False))
+        self.pool.set_needs(pairs)
+        self.model.set_needs(pairs)
 
     @rule(names=contexts)
     def end_branch(self, names: list[bytes]) -> None:
         """No branch needs a context any more."""
-        self.pool.set_counts(dict.fromkeys(names, 0))
-        self.model.set_counts(dict.fromkeys(names, 0))
+        self.pool.set_needs(dict.fromkeys(names, 0))
+        self.model.set_needs(dict.fromkeys(names, 0))
 
     @rule(what=st.sampled_from(["free", "free", "clear", Tier.L1, Tier.L2]))
     def drop(self, what: str | Tier) -> None:
@@ -161,8 +163,8 @@ class PoolMachine(RuleBasedStateMachine):
         for use in Use:
             own = model.own[use] if use is not Use.QUEUED else 0
             assert self.pool.used_by(use) == own + sum(block.locks[use] > 0 for block in model.blocks.values())
-        assert self.pool.zero_l2 == sum(not model.counts.get(name) for name in model.held(Tier.L2))
-        assert self.pool.counts() == {name: model.counts[name] for name in model.blocks if model.counts.get(name)}
+        assert self.pool.zero_l2 == sum(not model.needs.get(name) for name in model.held(Tier.L2))
+        assert self.pool.needs() == {name: model.needs[name] for name in model.blocks if model.needs.get(name)}
 
     def _apply(self, event: PoolEvent) -> None:
         if isinstance(event, BlocksStored):
@@ -213,7 +215,7 @@ def test_a_count_below_keeps_an_ancestor_in_either_tier() -> None:
     pool.free_l1()
     fill(pool, long[:9])
     fill(pool, other[:9])
-    pool.set_counts({long[9]: 1})  # in L2 only; its parent is the last of its context in L1
+    pool.set_needs({long[9]: 1})  # in L2 only; its parent is the last of its context in L1
     fill(pool, CONTEXTS[5][:6])
     assert pool.matched(long, 10, Tier.L1) == 9
     assert pool.matched(other, 10, Tier.L1) == 5
@@ -243,7 +245,7 @@ def test_what_came_for_a_leg_that_waits_is_not_evicted() -> None:
     assert pool.matched(fetched, 8, Tier.L2) == 8
     assert pool.matched(CONTEXTS[3], 20, Tier.L2) == 12
     pool.unlock(fetched, 8, Use.QUEUED)
-    pool.set_counts(dict.fromkeys(CONTEXTS[3], 1))
+    pool.set_needs(dict.fromkeys(CONTEXTS[3], 1))
     assert pool.store(CONTEXTS[3], 20, 20) == 20
     assert pool.matched(fetched, 8, Tier.L2) == 0
 
@@ -253,7 +255,7 @@ def test_what_a_running_leg_computes_is_as_needed_as_what_branches_count() -> No
     pool = NodePool(30, 20)
     counted, running = CONTEXTS[2][:14], CONTEXTS[3][:6]
     fill(pool, counted)
-    pool.set_counts(dict.fromkeys(counted, 1))
+    pool.set_needs(dict.fromkeys(counted, need(1, elsewhere=False)))
     pool.reserve(6, Use.DECODE)
     pool.commit(running, 0, 6, Use.DECODE)
     assert pool.store(CONTEXTS[5], 0, 4) == 4
@@ -273,9 +275,27 @@ def test_counts_come_before_use_unless_told_otherwise(policy: EvictionPolicy) ->
     twice, once = CONTEXTS[2][:10], CONTEXTS[3][:10]
     fill(pool, twice)
     fill(pool, once)
-    pool.set_counts(dict.fromkeys(twice, 2) | dict.fromkeys(once, 1))
+    pool.set_needs(dict.fromkeys(twice, 2) | dict.fromkeys(once, 1))
     fill(pool, CONTEXTS[5][:8])
     kept, gone = (twice, once) if policy is EvictionPolicy.AGENT else (once, twice)
     for tier in Tier:
         assert pool.matched(kept, 10, tier) == 10
         assert pool.matched(gone, 10, tier) == 2
+
+
+def test_a_block_that_another_node_has_goes_before_one_the_pool_would_lose() -> None:
+    """However many count the one and few the other, and whenever they were used; among equals the count decides."""
+    pool = NodePool(20, 20)
+    spare, last = CONTEXTS[2][:10], CONTEXTS[3][:10]
+    fill(pool, last)
+    fill(pool, spare)
+    pool.set_needs(
+        dict.fromkeys(spare, need(7, elsewhere=True))
+        | dict.fromkeys(last[:5], need(2, elsewhere=False))
+        | dict.fromkeys(last[5:], need(1, elsewhere=False))
+    )
+    fill(pool, CONTEXTS[5][:8])
+    assert (pool.matched(last, 10, Tier.L2), pool.matched(spare, 10, Tier.L2)) == (10, 2)
+    pool.set_needs(dict.fromkeys(CONTEXTS[5], need(9, elsewhere=False)))
+    fill(pool, CONTEXTS[5][:12])
+    assert (pool.matched(last, 10, Tier.L2), pool.matched(spare, 10, Tier.L2)) == (8, 0)

@@ -33,7 +33,7 @@ async def test_uncounted_blocks_go_first_and_the_oldest_of_them(start: Starter) 
     async with start("a", **SMALL) as (node,):
         counted, plain = prompt(1, PROMPT), prompt(2, PROMPT)
         await prefill_only(node, counted)
-        await node.engine.set_counts(dict.fromkeys(names_of(counted), 1))
+        await node.engine.set_needs(dict.fromkeys(names_of(counted), 1))
         await prefill_only(node, plain)
         await fill(node, 100)
         assert await holds(node, names_of(counted), Tier.L2) == 8
@@ -46,11 +46,11 @@ async def test_a_count_of_zero_gives_a_block_up(start: Starter) -> None:
     async with start("a", **SMALL) as (node,):
         tokens = prompt(1, PROMPT)
         await prefill_only(node, tokens)
-        await node.engine.set_counts(dict.fromkeys(names_of(tokens), 2))
+        await node.engine.set_needs(dict.fromkeys(names_of(tokens), 2))
         await fill(node, 100)
         assert await holds(node, names_of(tokens), Tier.L2) == 8
-        await node.engine.set_counts(dict.fromkeys(names_of(tokens), 0))
-        assert await node.engine.counts() == {}
+        await node.engine.set_needs(dict.fromkeys(names_of(tokens), 0))
+        assert await node.engine.needs() == {}
         await fill(node, 200)
         assert await holds(node, names_of(tokens), Tier.L2) == 0
 
@@ -60,7 +60,7 @@ async def test_a_parent_stays_with_its_counted_child(start: Starter) -> None:
         tokens = prompt(1, PROMPT)
         await prefill_only(node, tokens)
         *_, last = names_of(tokens)
-        await node.engine.set_counts({last: 1})
+        await node.engine.set_needs({last: 1})
         await fill(node, 100)
         assert await holds(node, names_of(tokens), Tier.L2) == 8
 
@@ -71,7 +71,7 @@ async def test_counts_bias_and_never_pin(start: Starter) -> None:
         for index in range(FILLING):
             tokens = prompt(index, PROMPT)
             await prefill_only(node, tokens)
-            await node.engine.set_counts(dict.fromkeys(names_of(tokens), 1))
+            await node.engine.set_needs(dict.fromkeys(names_of(tokens), 1))
         assert await holds(node, names_of(prompt(0, PROMPT)), Tier.L2) == 0
         assert await holds(node, names_of(prompt(FILLING - 1, PROMPT)), Tier.L2) == 8
 
@@ -81,12 +81,12 @@ async def test_counts_are_what_was_set(nodes: list[Node]) -> None:
     tokens = prompt(700, 4 * BLOCK)
     await prefill_only(node, tokens)
     names = names_of(tokens)
-    await node.engine.set_counts({names[0]: 3, names[1]: 1})
-    await node.engine.set_counts({names[1]: 2, names[2]: 1})
-    counts = await node.engine.counts()
+    await node.engine.set_needs({names[0]: 3, names[1]: 1})
+    await node.engine.set_needs({names[1]: 2, names[2]: 1})
+    counts = await node.engine.needs()
     assert {name: counts[name] for name in names if name in counts} == {names[0]: 3, names[1]: 2, names[2]: 1}
-    await node.engine.set_counts(dict.fromkeys(names, 0))
-    assert not set(names) & set(await node.engine.counts())
+    await node.engine.set_needs(dict.fromkeys(names, 0))
+    assert not set(names) & set(await node.engine.needs())
 
 
 async def test_events_follow_every_eviction(start: Starter) -> None:
@@ -115,7 +115,7 @@ async def test_what_a_leg_uses_is_not_the_first_to_leave_l2(start: Starter) -> N
     async with start("a", **SMALL) as (node,):
         counted = [prompt(900 + index, PROMPT) for index in range(9)]
         for tokens in counted:
-            await node.engine.set_counts(dict.fromkeys(names_of(tokens), 1))
+            await node.engine.set_needs(dict.fromkeys(names_of(tokens), 1))
         for tokens in counted[:6]:
             await prefill_only(node, tokens)
         used = prompt(950, 4 * BLOCK)

@@ -93,11 +93,11 @@ async def test_zero_blocks_are_those_without_a_count(nodes: list[Node]) -> None:
     await node.until_holds(Tier.L2, names_of(tokens))
     names = names_of(tokens)
     await until_status(node, lambda status: status.l2_zero_tokens == BLOCK * len(node.held[Tier.L2]))
-    await node.engine.set_counts({names[0]: 2, names[1]: 1, b"nobody has this": 7})
+    await node.engine.set_needs({names[0]: 2, names[1]: 1, b"nobody has this": 7})
     await until_status(node, lambda status: status.l2_zero_tokens == BLOCK * (len(node.held[Tier.L2]) - 2))
-    await node.engine.set_counts({names[0]: 1, names[1]: 0, b"nobody has this": 0})
+    await node.engine.set_needs({names[0]: 1, names[1]: 0, b"nobody has this": 0})
     await until_status(node, lambda status: status.l2_zero_tokens == BLOCK * (len(node.held[Tier.L2]) - 1))
-    await node.engine.set_counts({names[0]: 0})
+    await node.engine.set_needs({names[0]: 0})
     await until_status(node, lambda status: status.l2_zero_tokens == BLOCK * len(node.held[Tier.L2]))
 
 

@@ -255,14 +255,14 @@ async def test_the_first_events_of_a_life_say_what_is_held(survives: bool) -> No
     async with mocks("a", l2_survives_crash=survives) as (node,):
         tokens = prompt(1, 4 * BLOCK + 1)
         await prefill_only(node, tokens)
-        await node.engine.set_counts(dict.fromkeys(names_of(tokens), 1))
+        await node.engine.set_needs(dict.fromkeys(names_of(tokens), 1))
         mock(node).faults.crash()
         await node.engine.start()
         events = node.engine.kv_events()
         first = await anext(aiter(events))
         names = tuple(names_of(tokens))
         assert list(first) == ([Stored(Tier.L2, None, names)] if survives else [])
-        assert await node.engine.counts() == {}, "counts died with the process"
+        assert await node.engine.needs() == {}, "counts died with the process"
         mock(node).check_invariants()
         again = await prefill_only(node, tokens)
         assert again.cached == CachedTokens(l2=4 * BLOCK if survives else 0)

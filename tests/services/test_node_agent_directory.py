@@ -22,6 +22,7 @@ from waiting import eventually
 
 from evolving.core import directory_types as core
 from evolving.core.directory import Directory
+from evolving.core.needs import need
 from evolving.core.terms import Phase
 from evolving.internal.v1 import directory_pb2
 from evolving.runtime.clock import ManualClock
@@ -243,8 +244,24 @@ def _counts(counts: dict[bytes, int], complete: bool = False) -> directory_pb2.C
     return directory_pb2.Counts(counts=each, complete=complete)
 
 
+async def test_a_block_that_another_node_has_is_needed_less(etcd: Etcd) -> None:
+    async with scripted_directory(etcd) as directory, agent(etcd) as node:
+        await node.ready()
+        await directory.until(lambda: bool(directory.hellos))
+        await node.serve(prefill_request(ids(1, 100)))
+        spare, last = names_of(ids(1, 100))[:2]
+        counts = [
+            directory_pb2.BlockCount(name=spare, count=3, elsewhere=True),
+            directory_pb2.BlockCount(name=last, count=1),
+        ]
+        directory.say(counts=directory_pb2.Counts(counts=counts))
+        directory.say(counts_query=directory_pb2.CountsQuery(query_id=1))
+        await directory.until(lambda: bool(directory.said("counts_reply")))
+        assert await node.engine.needs() == {spare: need(3, elsewhere=True), last: need(1, elsewhere=False)}
+
+
 async def _counts_are(node: Agent, counts: dict[bytes, int]) -> bool:
-    return bool(await node.engine.counts() == counts)
+    return bool(await node.engine.needs() == {name: need(count, elsewhere=False) for name, count in counts.items()})
 
 
 async def test_counts_hold_until_a_complete_set_of_the_next_directory(etcd: Etcd) -> None:

@@ -27,8 +27,8 @@ from evolving.runtime.tasks import end_tasks, first_of
 from evolving_node_agent import reports
 from evolving_node_agent.address import Address
 from evolving_node_agent.blocks import ContextBlocks
-from evolving_node_agent.counts import CountsMirror
 from evolving_node_agent.engines.port import CachedTokens, EngineStatus
+from evolving_node_agent.needs import NeedsMirror
 from evolving_node_agent.outbox import Entry, Outbox
 from evolving_node_agent.restart import RestartConfig, RestartPolicy
 from evolving_node_agent.roles import RoleWatch
@@ -60,7 +60,7 @@ def test_output_blocks_are_complete_when_their_kv_is(prompt: int, pieces: list[i
 
 
 def test_counts_not_heard_of_are_zero_only_when_all_were_sent() -> None:
-    counts = CountsMirror()
+    counts = NeedsMirror()
     assert counts.take({b"a": 2, b"b": 1}) == {b"a": 2, b"b": 1}
     counts.start_over()
     counts.take({b"b": 3})

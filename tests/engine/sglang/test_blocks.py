@@ -106,12 +106,12 @@ async def test_holders_that_have_nothing_are_computed_around(pair: list[Node]) -
 async def test_counts_are_kept_by_name(pair: list[Node]) -> None:
     engine = pair[0].engine
     one, two = names(prompt(109, 128))
-    await engine.set_counts({one: 2, two: 1})
-    assert await engine.counts() == {one: 2, two: 1}
-    await engine.set_counts({one: 0, two: 3})
-    assert await engine.counts() == {two: 3}
-    await engine.set_counts({two: 0})
-    assert await engine.counts() == {}
+    await engine.set_needs({one: 2, two: 1})
+    assert await engine.needs() == {one: 2, two: 1}
+    await engine.set_needs({one: 0, two: 3})
+    assert await engine.needs() == {two: 3}
+    await engine.set_needs({two: 0})
+    assert await engine.needs() == {}
 
 
 async def test_eviction_goes_by_counts_then_by_age(cramped: list[Node]) -> None:
@@ -121,7 +121,7 @@ async def test_eviction_goes_by_counts_then_by_age(cramped: list[Node]) -> None:
         await prefill_only(node, tokens)
         await node.until_holds(Tier.L2, names(tokens))
     # Only the last block is counted: its ancestors must stay with it.
-    await node.engine.set_counts({names(kept)[-1]: 1})
+    await node.engine.set_needs({names(kept)[-1]: 1})
     seed = 120
     while node.held[Tier.L1].issuperset(names(old)):
         await prefill_only(node, prompt(seed, 448))
@@ -136,7 +136,7 @@ async def test_eviction_goes_by_counts_then_by_age(cramped: list[Node]) -> None:
         await prefill_only(node, prompt(seed, 448))
         seed += 1
     assert node.held[Tier.L2].issuperset(names(kept))
-    await node.engine.set_counts({names(kept)[-1]: 0})
+    await node.engine.set_needs({names(kept)[-1]: 0})
 
 
 async def test_own_host_memory_serves_what_left_the_device(cramped: list[Node]) -> None:

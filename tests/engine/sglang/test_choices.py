@@ -52,7 +52,7 @@ async def test_the_needed_part_of_a_node_outlives_the_rest(counting: Node) -> No
     await held_by(node, once)
     blocks = names(mixed)
     counts = {blocks[0]: 2, blocks[1]: 2, blocks[2]: 1, blocks[3]: 1} | dict.fromkeys(names(once), 1)
-    await node.engine.set_counts(counts)
+    await node.engine.set_needs(counts)
     seeds = count(60_100)
     for tier in (Tier.L1, Tier.L2):
         while node.held[tier].intersection(blocks[4:]):
@@ -64,17 +64,17 @@ async def test_the_needed_part_of_a_node_outlives_the_rest(counting: Node) -> No
         assert node.held[Tier.L2].issuperset(blocks[:2])
         filler = prompt(next(seeds), 7 * BLOCK)
         await prefill_only(node, filler)
-        await node.engine.set_counts(dict.fromkeys(names(filler), 2))
+        await node.engine.set_needs(dict.fromkeys(names(filler), 2))
     assert node.held[Tier.L2].issuperset(blocks[:2])
     # Full of blocks counted alike: the longest unused goes, and serving goes on.
     while node.held[Tier.L2].intersection(blocks[:2]):
         filler = prompt(next(seeds), 7 * BLOCK)
         await prefill_only(node, filler)
-        await node.engine.set_counts(dict.fromkeys(names(filler), 2))
+        await node.engine.set_needs(dict.fromkeys(names(filler), 2))
     assert node.held[Tier.L2].issuperset(names(filler))
     status = await until_status(node, lambda status: status.l2_zero_tokens == 0)
     assert status.l2_used_tokens <= node.info.l2_tokens
-    await node.engine.set_counts(dict.fromkeys(await node.engine.counts(), 0))
+    await node.engine.set_needs(dict.fromkeys(await node.engine.needs(), 0))
     await node.until_only_cache()
 
 
@@ -83,12 +83,12 @@ async def test_lru_takes_no_notice_of_counts(comparing: Node) -> None:
     old, young = prompt(61_000, 7 * BLOCK), prompt(61_001, 7 * BLOCK)
     await held_by(node, old)
     await held_by(node, young)
-    await node.engine.set_counts(dict.fromkeys(names(old), 5))
+    await node.engine.set_needs(dict.fromkeys(names(old), 5))
     seeds = count(61_100)
     while node.held[Tier.L2].intersection(names(old)):
         assert node.held[Tier.L2].issuperset(names(young))
         await prefill_only(node, prompt(next(seeds), 7 * BLOCK))
-    await node.engine.set_counts(dict.fromkeys(names(old), 0))
+    await node.engine.set_needs(dict.fromkeys(names(old), 0))
 
 
 async def test_a_fetch_at_admission_begins_when_the_turn_has_come(pair: list[Node], comparing: Node) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evolving_node_agent.engines.sglang.host.checksums import PageChecksums
-from evolving_node_agent.engines.sglang.host.counts import BranchCounts
+from evolving_node_agent.engines.sglang.host.needs import Needs
 
 NAMES = [bytes([index]) * 16 for index in range(12)]
 names = st.sampled_from(NAMES)
@@ -33,7 +33,7 @@ def node_of(blocks: list[bytes]) -> SimpleNamespace:
     )
 )
 def test_counted_blocks_of_l2_are_those_a_recount_finds(steps: list[tuple[str, dict[bytes, int] | set[bytes]]]) -> None:
-    counts, held, expected = BranchCounts(), dict[bytes, None](), dict[bytes, int]()
+    counts, held, expected = Needs(), dict[bytes, None](), dict[bytes, int]()
     counts.watch(held)
     for kind, said in steps:
         if isinstance(said, dict):
@@ -54,7 +54,7 @@ def test_counted_blocks_of_l2_are_those_a_recount_finds(steps: list[tuple[str, d
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=len(NAMES)), st.integers(0, 3))
 def test_a_node_is_cut_where_its_blocks_effective_counts_change(own: list[int], below: int) -> None:
-    counts = BranchCounts()
+    counts = Needs()
     blocks = NAMES[: len(own)]
     counts.update(dict(zip(blocks, own, strict=True)))
     level, cuts = counts.levels(node_of(blocks), below)
@@ -66,7 +66,7 @@ def test_a_node_is_cut_where_its_blocks_effective_counts_change(own: list[int], 
 
 
 def test_what_is_remembered_of_nodes_is_renewed_when_a_counted_block_comes_back() -> None:
-    counts = BranchCounts()
+    counts = Needs()
     counts.update({NAMES[0]: 1})
     before = counts.version
     counts.on_stored([NAMES[1]], in_l2=False)

@@ -142,7 +142,7 @@ async def pass_by(node: Node, seed: int) -> None:
     for each in range(64):
         filler = prompt(seed + each, BLOCK + 1)
         await prefill_only(node, filler, priority=1)
-        await node.engine.set_counts({names(filler)[0]: 1})
+        await node.engine.set_needs({names(filler)[0]: 1})
     await node.until(lambda: names(prompt(seed, BLOCK))[0] not in node.held[Tier.L2])
 
 

@@ -151,8 +151,8 @@ class Host:
         is lost. Nothing may be taken from the node meanwhile; changes in between are in their place."""
         with closing(self.directory.node_counts_in_parts(hello.node_id)) as parts:
             for part in parts:
-                for names, count in part:
-                    outbox.counts(names, count)
+                for update in part:
+                    outbox.counts(update)
                 await asyncio.sleep(0)
                 if outbox.closed:
                     return
@@ -217,7 +217,7 @@ class Host:
         for effect in effects:
             if isinstance(effect, CountUpdate):
                 if (outbox := self.outboxes.get(effect.node_id)) is not None:
-                    outbox.counts(effect.names, effect.count)
+                    outbox.counts(effect)
             elif isinstance(effect, EndedBranch):
                 ended.append(effect)
                 self.metrics.ended_branches.labels("idle_limit" if effect.expired else "harness").inc()

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 
+from evolving.core.directory_types import CountUpdate
 from evolving.core.terms import NAME_BYTES
 from evolving.internal.v1 import directory_pb2
 from evolving.runtime.clock import Clock
@@ -28,7 +29,7 @@ class Outbox:
         self._clock = clock
         self._delay_s = delay_s
         self._limit_blocks = limit_blocks
-        self._items: deque[tuple[bytes, int] | _Response] = deque()
+        self._items: deque[CountUpdate | _Response] = deque()
         self._waiting_blocks = 0
         self._ack = directory_pb2.Ack()
         self._ack_due = False
@@ -42,15 +43,15 @@ class Outbox:
         """Whether the stream is over, or will be once its node reads again."""
         return self._closed
 
-    def counts(self, names: bytes, count: int) -> None:
-        """These blocks now have this count on the node."""
-        if self._closed or not names:
+    def counts(self, update: CountUpdate) -> None:
+        """Blocks have a new count on the node."""
+        if self._closed or not update.names:
             return
-        self._waiting_blocks += len(names) // NAME_BYTES
+        self._waiting_blocks += len(update.names) // NAME_BYTES
         if self._waiting_blocks > self._limit_blocks:
             self.close(NodeTooSlow(f"{self._waiting_blocks} counts wait and none is read"))
             return
-        self._items.append((names, count))
+        self._items.append(update)
         self._filled.set()
 
     def counts_complete(self) -> None:
@@ -119,7 +120,7 @@ class Outbox:
         """Everything that waits, built message by message so that other streams get their turn in between."""
         while self._items:
             message = self._items[0]
-            if isinstance(message, tuple):
+            if isinstance(message, CountUpdate):
                 message = _Response(counts=self._next_counts())
             else:
                 self._items.popleft()
@@ -135,14 +136,13 @@ class Outbox:
     def _next_counts(self) -> directory_pb2.Counts:
         room = BLOCKS_PER_MESSAGE
         batch: list[directory_pb2.BlockCount] = []
-        while room and self._items and isinstance(self._items[0], tuple):
-            names, count = self._items[0]
-            now, later = names[: room * NAME_BYTES], names[room * NAME_BYTES :]
+        while room and self._items and isinstance(update := self._items[0], CountUpdate):
+            now, later = update.names[: room * NAME_BYTES], update.names[room * NAME_BYTES :]
             if later:
-                self._items[0] = (later, count)
+                self._items[0] = update._replace(names=later)
             else:
                 self._items.popleft()
-            batch += counts_to_proto(now, count)
+            batch += counts_to_proto(now, update.count, update.elsewhere)
             room -= len(now) // NAME_BYTES
         self._waiting_blocks -= len(batch)
         return directory_pb2.Counts(counts=batch)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import grpc
 import grpc.aio
 
+from evolving.core.needs import count_of, need
 from evolving.internal.v1 import directory_pb2, directory_pb2_grpc
 from evolving.runtime.channel import open_channel
 from evolving.runtime.clock import Clock
@@ -20,9 +21,9 @@ from evolving.runtime.metrics import Metrics
 from evolving.runtime.tasks import end_tasks, first_of
 from evolving.v1 import common_pb2
 from evolving_node_agent.address import Address
-from evolving_node_agent.counts import CountsMirror
 from evolving_node_agent.engines.port import Cleared, Engine, EngineError, EngineInfo, KvEvent, Removed, Tier
 from evolving_node_agent.held import Change, HeldTable
+from evolving_node_agent.needs import NeedsMirror
 from evolving_node_agent.outbox import Entry, Outbox
 from evolving_node_agent.reports import RequestRef
 from evolving_node_agent.stream import DirectoryStream
@@ -50,7 +51,7 @@ class DirectoryReporter:
     ) -> None:
         self.clock = clock
         self.held = HeldTable()
-        self.counts = CountsMirror()
+        self.needs = NeedsMirror()
         self.known_term = 0
         self._partition_id = partition_id
         self._node_id = node_id
@@ -76,7 +77,7 @@ class DirectoryReporter:
         """A new incarnation: it knows no counts and its table is empty until its first KV events."""
         self.held = HeldTable()
         self._sequence = 0
-        await self._engine.set_counts(self.counts.in_force())
+        await self._engine.set_needs(self.needs.in_force())
         self._life = info
         self._life_changed.set()
 
@@ -177,7 +178,7 @@ class DirectoryReporter:
         async with open_channel(address, token=self._token) as channel:
             stream = DirectoryStream(directory_pb2_grpc.DirectoryServiceStub(channel), hello)
             self._stream = stream
-            self.counts.start_over()
+            self.needs.start_over()
             self._outbox.reconnected(self.clock.now_s())
             self._flush()
             self._connected.set(1)
@@ -228,16 +229,15 @@ class DirectoryReporter:
                 _log.info("cleared", blocks=dropped, reason=response.clear.reason)
 
     async def _take_counts(self, counts: directory_pb2.Counts) -> None:
-        changed = self.counts.take({each.name: each.count for each in counts.counts})
+        changed = self.needs.take({each.name: need(each.count, each.elsewhere) for each in counts.counts})
         if counts.complete:
-            changed |= self.counts.complete()
+            changed |= self.needs.complete()
         if changed:
-            await self._engine.set_counts(changed)
+            await self._engine.set_needs(changed)
 
     async def _answer_counts(self, stream: DirectoryStream, query_id: int) -> None:
-        counts = [
-            directory_pb2.BlockCount(name=name, count=count) for name, count in (await self._engine.counts()).items()
-        ]
+        needs = await self._engine.needs()
+        counts = [directory_pb2.BlockCount(name=name, count=count_of(needed)) for name, needed in needs.items()]
         for start in range(0, max(1, len(counts)), _SLICE_BLOCKS):
             part = counts[start : start + _SLICE_BLOCKS]
             last = start + _SLICE_BLOCKS >= len(counts)
@@ -247,7 +247,7 @@ class DirectoryReporter:
     async def _send_snapshot(self, stream: DirectoryStream) -> None:
         """All that is held, in slices; other work gets its turn in between, but the table stays as it is."""
         async with self._kv_lock:
-            self.counts.start_over()
+            self.needs.start_over()
             self._sequence += 1
             blocks = 0
             slice_: list[directory_pb2.KvChange] = []

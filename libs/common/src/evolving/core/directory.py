@@ -55,6 +55,7 @@ from evolving.core.directory_types import (
     BlockCounts,
     BlockView,
     BranchView,
+    CountUpdate,
     Effect,
     Landed,
     Match,
@@ -272,7 +273,7 @@ class Directory:
         """Nonzero counts on a node as (names, count) by run. Walks all runs. Raises UnknownNode."""
         return directory_views.node_counts(self._state, node_id)
 
-    def node_counts_in_parts(self, node_id: str) -> Generator[list[tuple[bytes, int]], None, None]:
+    def node_counts_in_parts(self, node_id: str) -> Generator[list[CountUpdate], None, None]:
         """The same, part by part while other things happen: with the `CountUpdate`s in between, in order, they amount
         to the counts at the end. Stops when the node is gone. Raises UnknownNode."""
         return directory_views.node_counts_in_parts(self._state, node_id)

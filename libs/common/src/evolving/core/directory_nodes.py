@@ -119,7 +119,7 @@ def _apply(state: DirectoryState, node: Node, event: NodeEvent, effects: list[Ef
         else:
             node.l2_blocks += change.blocks
         if change.touched:
-            state.counts.copies_gained(node, change.touched, "copy arrived", effects)
+            state.counts.copies_gained(node, event.tier, change.touched, "copy arrived", effects)
     else:
         if isinstance(event, Cleared):
             change = state.index.clear_tier(node.bit, event.tier) if _held(node, event.tier) else NO_CHANGE
@@ -135,7 +135,7 @@ def _left(state: DirectoryState, node: Node, tier: Tier, change: Change, effects
     else:
         node.l2_blocks -= change.blocks
     if change.touched:
-        state.counts.copies_lost(node, change.touched, "copy left", effects)
+        state.counts.copies_lost(node, tier, change.touched, "copy left", effects)
 
 
 def clear_in_parts(

@@ -161,7 +161,7 @@ def tick(state: DirectoryState, now_s: float) -> list[Effect]:
     if state.turns.due:
         effects += directory_turns.advance(state)
     else:
-        state.index.sweep(config.sweep_runs_per_tick)
+        state.counts.copies_swept(state.index.sweep(config.sweep_runs_per_tick), effects)
     return effects
 
 

@@ -204,6 +204,7 @@ class CountUpdate(NamedTuple):
     node_id: str
     names: bytes
     count: int  # type: ignore[assignment]  # instead of tuple.count
+    elsewhere: bool  # another node has them in L2, so the pool keeps them whatever this one does
     reason: str
 
 

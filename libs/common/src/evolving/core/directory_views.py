@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 
 from evolving.core.branches import Branch, BranchKey, Tombstone
 from evolving.core.directory_state import DirectoryState
@@ -13,6 +13,7 @@ from evolving.core.directory_types import (
     BlockView,
     BranchState,
     BranchView,
+    CountUpdate,
     Home,
     NodeStats,
     Stats,
@@ -184,28 +185,25 @@ def node_counts(state: DirectoryState, node_id: str) -> list[tuple[bytes, int]]:
     node = state.counts.nodes.get(node_id)
     if node is None:
         raise UnknownNode(f"node {node_id!r} is not up")
-    return _counts_on(node, state.index.runs())
+    return [(run.names, count_at(run.homes, node.number)) for run in _counted_on(node, state.index.runs())]
 
 
-def node_counts_in_parts(state: DirectoryState, node_id: str) -> Generator[list[tuple[bytes, int]], None, None]:
+def node_counts_in_parts(state: DirectoryState, node_id: str) -> Generator[list[CountUpdate], None, None]:
     """See Directory.node_counts_in_parts."""
     node = state.counts.nodes.get(node_id)
     if node is None:
         raise UnknownNode(f"node {node_id!r} is not up")
     with state.index.visit() as visit:
         while not visit.over and node.bit:
-            yield _counts_on(node, visit.take(SLICE_RUNS))
+            counted = _counted_on(node, visit.take(SLICE_RUNS))
+            yield [state.counts.update(node, run, "all counts") for run in counted]
 
 
-def _counts_on(node: Node, runs: Iterable[Run]) -> list[tuple[bytes, int]]:
-    """Names and count of those runs that have one on a node."""
-    found = []
+def _counted_on(node: Node, runs: Iterable[Run]) -> Iterator[Run]:
+    """Those runs that have a count on a node."""
     for run in runs:
-        if run.homes is not None and (run.l1 | run.l2) & node.bit:
-            count = count_at(run.homes, node.number)
-            if count:
-                found.append((run.names, count))
-    return found
+        if run.homes is not None and (run.l1 | run.l2) & node.bit and count_at(run.homes, node.number):
+            yield run
 
 
 def stats(state: DirectoryState) -> Stats:

@@ -1,7 +1,7 @@
 """What a node evicts first: the least needed by branches, then the longest unused; never a parent before a child.
 
 A block that a running leg uses may leave L2 while L1 keeps it. The leg's branch will need it, and its counts of new
-blocks are still on their way; so in L2 such a block is needed by one branch at least.
+blocks are still on their way; so in L2 such a block is needed as the last copy of one branch at least.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from __future__ import annotations
 import heapq
 
 from evolving.core.config import EvictionPolicy
+from evolving.core.needs import LANDING
 from evolving.core.pool_runs import Run
 from evolving.core.terms import Tier
 
-_Entry = tuple[int, int, int, Run]  # branches that need it, last use, serial of the run, the run
+_Entry = tuple[int, int, int, Run]  # need, last use, serial of the run, the run
 
 
 class EvictionOrder:
     """Runs whose last block may leave a tier, in order. A run is offered after each change of what orders it."""
 
     def __init__(self, policy: EvictionPolicy, runs: dict[Run, None]) -> None:
-        self._counts_matter = policy is EvictionPolicy.AGENT
+        self._needs_matter = policy is EvictionPolicy.AGENT
         self._runs = runs
         self._heaps: dict[Tier, list[_Entry]] = {tier: [] for tier in Tier}
 
@@ -43,5 +44,6 @@ class EvictionOrder:
         return None
 
     def _entry(self, run: Run, tier: Tier) -> _Entry:
-        needed = max(run.effective, int(tier is Tier.L2 and run.used_in_l1)) if self._counts_matter else 0
+        least = LANDING if tier is Tier.L2 and run.used_in_l1 else 0
+        needed = max(run.effective, least) if self._needs_matter else 0
         return (needed, run.accessed, run.serial, run)

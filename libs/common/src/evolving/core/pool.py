@@ -2,8 +2,9 @@
 
 Both tiers are closed under prefixes: a block is in a tier only while its parent is. Legs take room in L1 at once and
 turn it into blocks as they compute; a block that is used in L1 stays there. L1 is written through to L2. What is
-evicted goes block by block from the ends of contexts, by (effective count, last use), both smallest first; the
-effective count is the largest count among a block and all below it on this node, so no parent goes before a child.
+evicted goes block by block from the ends of contexts, by (effective need, last use), both smallest first; the
+effective need is the largest (`evolving.core.needs`) among a block and all below it on this node, so no parent goes
+before a child.
 A context is given as the names of its blocks from the first one on, and how many of them are meant.
 """
 
@@ -27,7 +28,7 @@ class NodePool:
         self._capacity = {Tier.L1: l1_blocks, Tier.L2: l2_blocks}
         self._tree = RunTree(self._offer)
         self._order = EvictionOrder(policy, self._tree.runs)
-        self._counts: dict[bytes, int] = {}  # nonzero ones, of blocks that are not here as well
+        self._needs: dict[bytes, int] = {}  # nonzero ones, of blocks that are not here as well
         self._events = PoolEvents()
         self._operation = 0
         self._blocks = {Tier.L1: 0, Tier.L2: 0}
@@ -88,9 +89,9 @@ class NodePool:
         """Blocks in L2 that no branch counts."""
         return self._zero_l2
 
-    def counts(self) -> dict[bytes, int]:
-        """Nonzero counts of held blocks."""
-        return {name: count for name, count in self._counts.items() if name in self._tree}
+    def needs(self) -> dict[bytes, int]:
+        """Nonzero needs of held blocks."""
+        return {name: need for name, need in self._needs.items() if name in self._tree}
 
     def snapshot(self) -> list[PoolEvent]:
         """All that is held, as events from nothing, parents before children."""
@@ -171,28 +172,28 @@ class NodePool:
         self.touch(names, have)
         return have
 
-    # -- counts
+    # -- needs
 
-    def set_counts(self, counts: Mapping[bytes, int]) -> None:
-        """Set branch counts; 0 forgets one. The count of a block that isn't here waits for it."""
+    def set_needs(self, needs: Mapping[bytes, int]) -> None:
+        """Say how much blocks are needed; 0 forgets one. Of a block that isn't here it waits for it."""
         changed: dict[Run, None] = {}
-        for name, count in counts.items():
-            if count > 0:
-                self._counts[name] = count
+        for name, need in needs.items():
+            if need > 0:
+                self._needs[name] = need
             else:
-                self._counts.pop(name, None)
+                self._needs.pop(name, None)
             run = self._tree.get(name)
-            if run is not None and run.count != count:
+            if run is not None and run.need != need:
                 changed[run] = None
         ends = [run.names[-1] for run in changed]
         for run in changed:
-            self._recount(run)
+            self._renew(run)
         for name in ends:
             self._tree.merge_path(self._tree.get(name))
 
-    def forget_counts(self) -> None:
-        """All counts are zero, as of blocks that never come."""
-        self.set_counts(dict.fromkeys(list(self._counts), 0))
+    def forget_needs(self) -> None:
+        """All needs are zero, as of blocks that never come."""
+        self.set_needs(dict.fromkeys(list(self._needs), 0))
 
     # -- losing blocks
 
@@ -277,8 +278,8 @@ class NodePool:
             new = names[held:last]
             run = self._tree.add(self._tree.cut(names, held), new)
             self._enter(run, tier)
-            if not self._counts.keys().isdisjoint(new):
-                self._recount(run)
+            if not self._needs.keys().isdisjoint(new):
+                self._renew(run)
 
     def _enter(self, run: Run, tier: Tier) -> None:
         run.tiers |= tier
@@ -287,7 +288,7 @@ class NodePool:
             run.parent.below[tier] += 1
         if tier is Tier.L1:
             self._unused_l1 += run.size
-        elif run.count == 0:
+        elif run.need == 0:
             self._zero_l2 += run.size
         self._events.stored(tier, _parent_name(run), run.names)
         self._offer(run)
@@ -298,7 +299,7 @@ class NodePool:
         self._blocks[tier] -= run.size
         if tier is Tier.L1:
             self._unused_l1 -= run.size
-        elif run.count == 0:
+        elif run.need == 0:
             self._zero_l2 -= run.size
         if announce:
             self._events.removed(tier, run.names)
@@ -336,39 +337,39 @@ class NodePool:
         for run in shortened:
             self._tree.merge_around(run)
 
-    def _recount(self, run: Run) -> None:
-        """Bring a run's blocks to their counts, cutting it where these differ."""
-        counts = [self._counts.get(name, 0) for name in run.names]
+    def _renew(self, run: Run) -> None:
+        """Bring a run's blocks to their needs, cutting it where these differ."""
+        needs = [self._needs.get(name, 0) for name in run.names]
         at: Run | None = run
-        end = len(counts)
+        end = len(needs)
         while at is not None:  # from the end on, so that what is left stays one run
             first = end - 1
-            while first > 0 and counts[first - 1] == counts[end - 1]:
+            while first > 0 and needs[first - 1] == needs[end - 1]:
                 first -= 1
             before = None
             if first > 0:
                 before, at = self._tree.split(at, first)
-            self._set_count(at, counts[end - 1])
+            self._set_need(at, needs[end - 1])
             at, end = before, first
 
-    def _set_count(self, run: Run, count: int) -> None:
+    def _set_need(self, run: Run, need: int) -> None:
         if run.tiers & Tier.L2:
-            self._zero_l2 += run.size * ((count == 0) - (run.count == 0))
-        run.count = count
+            self._zero_l2 += run.size * ((need == 0) - (run.need == 0))
+        run.need = need
         before = run.effective
-        run.effective = max([count, *(child.effective for child in run.children)])
+        run.effective = max([need, *(child.effective for child in run.children)])
         if run.effective != before:
             self._offer(run)
             self._settle(run.parent, before, run.effective)
 
     def _settle(self, run: Run | None, before: int, after: int) -> None:
-        """A child's effective count changed: bring those above to theirs."""
+        """A child's effective need changed: bring those above to theirs."""
         while run is not None and before != after:
             own = run.effective
             if after > own:
                 run.effective = after
-            elif before == own and run.count < own:
-                run.effective = max([run.count, *(child.effective for child in run.children)])
+            elif before == own and run.need < own:
+                run.effective = max([run.need, *(child.effective for child in run.children)])
             before, after = own, run.effective
             if before != after:
                 self._offer(run)
@@ -386,11 +387,11 @@ class NodePool:
         for use in Use:
             assert self._used_by[use] == sum(run.size for run in runs if run.locks[use])
         assert self._unused_l1 == sum(run.size for run in runs if run.tiers & Tier.L1 and not run.used_in_l1)
-        assert self._zero_l2 == sum(run.size for run in runs if run.tiers & Tier.L2 and not run.count)
+        assert self._zero_l2 == sum(run.size for run in runs if run.tiers & Tier.L2 and not run.need)
         for run in runs:
             assert run.tiers & Tier.L1 or not run.used_in_l1
             assert run.tiers & Tier.L2 or not run.locks[Use.QUEUED]
-            assert all(self._counts.get(name, 0) == run.count for name in run.names)
+            assert all(self._needs.get(name, 0) == run.need for name in run.names)
 
 
 def _parent_name(run: Run) -> bytes | None:

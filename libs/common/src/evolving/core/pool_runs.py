@@ -1,6 +1,6 @@
 """The blocks one node holds, as a tree of runs: the structure under the node's pool.
 
-A *run* is consecutive blocks of a context, no branching inside, about which everything is equal: tiers, users, count,
+A *run* is consecutive blocks of a context, no branching inside, about which everything is equal: tiers, users, need,
 last use. Names are chained, so a name says its whole prefix: finding how far a context is held is a bisection over one
 dictionary, and whatever concerns a prefix costs a step a run.
 """
@@ -40,8 +40,8 @@ class Run:
     serial: int  # its age: makes every order of runs a whole one
     tiers: int = 0  # Tier values, or-ed
     locks: tuple[int, int, int] = (0, 0, 0)  # by Use
-    count: int = 0  # branches that count each of these blocks here
-    effective: int = 0  # the largest count of the run and what is below it (§4.4)
+    need: int = 0  # of each of these blocks (`evolving.core.needs`)
+    effective: int = 0  # the largest need of the run and what is below it (§4.4)
     accessed: int = 0  # the operation that used it last
     leaving: Leaving = Leaving.NOTHING
     children: dict[Run, None] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Run:
         return (
             self.tiers == other.tiers
             and self.accessed == other.accessed
-            and self.count == other.count
+            and self.need == other.need
             and self.locks == other.locks
             and self.leaving == other.leaving
         )
@@ -156,7 +156,7 @@ class RunTree:
     def split(self, run: Run, size: int) -> tuple[Run, Run]:
         """Cut a run after its first `size` blocks, 0 < size < run.size. The shorter part becomes a new run."""
         other = self._new(run.names[:size] if 2 * size <= run.size else run.names[size:], run.start, run.parent)
-        other.tiers, other.locks, other.count = run.tiers, run.locks, run.count
+        other.tiers, other.locks, other.need = run.tiers, run.locks, run.need
         other.effective, other.accessed, other.leaving = run.effective, run.accessed, run.leaving
         if 2 * size <= run.size:
             head, tail = other, run
@@ -259,4 +259,4 @@ class RunTree:
             own = children.get(run, [])
             assert set(own) == set(run.children)
             assert run.below == [0, *(sum(bool(child.tiers & tier) for child in own) for tier in Tier)]
-            assert run.effective == max([run.count, *(child.effective for child in own)])
+            assert run.effective == max([run.need, *(child.effective for child in own)])

@@ -22,10 +22,13 @@ class UnknownParent(Exception):
 
 
 class Touched(NamedTuple):
-    """A stretch with homes that a node came to hold, or no longer holds in any tier."""
+    """A stretch with homes of which a node got a copy, or lost one."""
 
     names: bytes
     homes: dict[int, int]
+    gained_or_lost: bool  # the node has it in no other tier: now it holds the stretch, or no longer does
+    l1: int  # other nodes' copies, as masks
+    l2: int
 
 
 class Change(NamedTuple):
@@ -93,23 +96,29 @@ class PrefixIndex(RunTree):
         self._slots_seen = tuple(self._slots)
         self._nodes_of.clear()
 
-    def sweep(self, runs_max: int) -> None:
-        """Clear retired bits from at most `runs_max` runs; delete runs nothing needs any more."""
+    def sweep(self, runs_max: int) -> Sequence[Touched]:
+        """Clear retired bits from at most `runs_max` runs; delete runs nothing needs any more. Returns the stretches
+        with homes of which L2 copies went."""
+        touched: list[Touched] = []
         if self._sweep is None:
             if not self.retired:
-                return
+                return touched
             self._sweeping = self.retired
             self._sweep = self.visit()
         keep = ~self._sweeping
         for run in self._sweep.take(runs_max):
             if run.size and (run.l1 | run.l2) & self._sweeping:
+                was_in_l2 = run.l2 & self._sweeping
                 run.l1 &= keep
                 run.l2 &= keep
+                if was_in_l2 and run.homes is not None:
+                    self._touch(run, 0, touched)
                 self.prune(run)
         if self._sweep.over:
             self._sweep.close()
             self._sweep = None
             self.retired &= keep
+        return touched
 
     def nodes_of(self, mask: int) -> tuple[str, ...]:
         """Node ids of the live bits of a mask, in slot order."""
@@ -167,9 +176,8 @@ class PrefixIndex(RunTree):
                 continue
             if (run.l1 & l1) | (run.l2 & l2) == 0:
                 run = self._cut_out(run, depth, same)
-                if run.homes is not None and not (run.l1 | run.l2) & bit:
-                    touched.append(Touched(run.names, run.homes))
-                    self.mark_changed(run)
+                if run.homes is not None:
+                    self._touch(run, bit, touched)
                 run.l1 |= l1
                 run.l2 |= l2
                 added += same
@@ -244,15 +252,22 @@ class PrefixIndex(RunTree):
             run = child if child is not None and child.parent is run else None
         return pieces
 
+    def _touch(self, run: Run, bit: int, touched: list[Touched]) -> None:
+        """A node has one copy more or less of a run; the tier where it has, or had, it shows no copy now."""
+        others = self.live & ~bit
+        touched.append(
+            Touched(run.names, run.homes or {}, not (run.l1 | run.l2) & bit, run.l1 & others, run.l2 & others)
+        )
+        self.mark_changed(run)
+
     def _clear(self, run: Run, bit: int, tier: Tier, touched: list[Touched]) -> None:
         """Take a node's bit from a whole run, then let the run go or merge."""
         if tier is Tier.L1:
             run.l1 &= ~bit
         else:
             run.l2 &= ~bit
-        if run.homes is not None and not (run.l1 | run.l2) & bit:
-            touched.append(Touched(run.names, run.homes))
-            self.mark_changed(run)
+        if run.homes is not None:
+            self._touch(run, bit, touched)
         self.prune(run)
         if run.size:
             self.merge(run)

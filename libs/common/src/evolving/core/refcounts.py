@@ -2,7 +2,8 @@
 
 A run's `homes` says, by node and phase, how many branches have their home of its blocks there. The count of a block on
 a node is what its homes sum to for that node, both phases, while the node holds the block in some tier; otherwise 0.
-Whatever changes a count yields a `CountUpdate` with the new one.
+Whatever changes a count yields a `CountUpdate` with the new one; so does what changes whether the pool has the block
+without this node: another node's copy in L2, where there was no third.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from evolving.core.directory_types import CountUpdate, Effect
 from evolving.core.homes import HomeMap
 from evolving.core.prefix_index import PrefixIndex, Touched
 from evolving.core.runs import Run
-from evolving.core.terms import NAME_BYTES, Phase
+from evolving.core.terms import NAME_BYTES, Phase, Tier
 
 _KEYS_PER_NODE = 4  # a home key is number * 4 + phase
 _PREFILL, _DECODE = int(Phase.PREFILL), int(Phase.DECODE)
@@ -89,20 +90,48 @@ class RefCounts:
 
     # ---------------------------------------------------------------------------------------------- copies come and go
 
-    def copies_gained(self, node: Node, touched: Sequence[Touched], reason: str, effects: list[Effect]) -> None:
-        """The node holds stretches it did not hold before: their homes there count from now on."""
-        for names, homes in touched:
-            count = count_at(homes, node.number)
+    def copies_gained(
+        self, node: Node, tier: Tier, touched: Sequence[Touched], reason: str, effects: list[Effect]
+    ) -> None:
+        """A tier of the node got stretches. Where it held them in no tier, their homes there count from now on."""
+        for stretch in touched:
+            count = count_at(stretch.homes, node.number) if stretch.gained_or_lost else 0
             if count:
-                node.held_blocks += len(names) // NAME_BYTES
-                effects.append(CountUpdate(node.node_id, names, count, reason))
+                node.held_blocks += len(stretch.names) // NAME_BYTES
+                effects.append(CountUpdate(node.node_id, stretch.names, count, stretch.l2 != 0, reason))
+            if tier is Tier.L2:
+                self._tell_others(stretch, True, "another node has it in L2", effects)
 
-    def copies_lost(self, node: Node, touched: Sequence[Touched], reason: str, effects: list[Effect]) -> None:
-        """The node no longer holds stretches in any tier: their count there is 0."""
-        for names, homes in touched:
-            if count_at(homes, node.number):
-                node.held_blocks -= len(names) // NAME_BYTES
-                effects.append(CountUpdate(node.node_id, names, 0, reason))
+    def copies_lost(
+        self, node: Node, tier: Tier, touched: Sequence[Touched], reason: str, effects: list[Effect]
+    ) -> None:
+        """A tier of the node lost stretches. Where it holds them in no tier any more, their count there is 0."""
+        for stretch in touched:
+            if stretch.gained_or_lost and count_at(stretch.homes, node.number):
+                node.held_blocks -= len(stretch.names) // NAME_BYTES
+                effects.append(CountUpdate(node.node_id, stretch.names, 0, False, reason))
+            if tier is Tier.L2:
+                self._tell_others(stretch, False, "no other node has it in L2", effects)
+
+    def copies_swept(self, touched: Sequence[Touched], effects: list[Effect]) -> None:
+        """Copies in L2 of nodes that went, or started over, are no longer there."""
+        for stretch in touched:
+            self._tell_others(stretch, False, "no other node has it in L2", effects)
+
+    def _tell_others(self, stretch: Touched, elsewhere: bool, reason: str, effects: list[Effect]) -> None:
+        """Besides the nodes of a mask, one node has L2 copies or no longer does: that is news to the only one of the
+        mask, or, where there is none, to those that hold the stretch in L1."""
+        if stretch.l2 & (stretch.l2 - 1):
+            return  # two more have it anyway
+        for node_id in self._index.nodes_of(stretch.l2 or stretch.l1):
+            count = count_at(stretch.homes, self.nodes[node_id].number)
+            if count:
+                effects.append(CountUpdate(node_id, stretch.names, count, elsewhere, reason))
+
+    def update(self, node: Node, run: Run, reason: str) -> CountUpdate:
+        """What a node that holds a run has to know of it."""
+        elsewhere = run.l2 & self._index.live & ~node.bit != 0
+        return CountUpdate(node.node_id, run.names, count_at(run.homes, node.number), elsewhere, reason)
 
     # ----------------------------------------------------------------------------------------------------------- homes
 
@@ -188,7 +217,7 @@ class RefCounts:
     def _join(self, runs: list[Run], node: Node, phase: Phase, reason: str, effects: list[Effect]) -> None:
         """One more branch has its home of these runs there."""
         key = home_key(node.number, phase)
-        node_id, number, bit = node.node_id, node.number, node.bit
+        number, bit = node.number, node.bit
         watched = self._index.visits
         for run in runs:
             homes = run.homes
@@ -202,12 +231,12 @@ class RefCounts:
                 count = count_at(homes, number)
                 if count == 1:
                     node.held_blocks += run.size
-                effects.append(CountUpdate(node_id, run.names, count, reason))
+                effects.append(self.update(node, run, reason))
 
     def _leave(self, runs: list[Run], node: Node, phase: Phase, reason: str, effects: list[Effect]) -> None:
         """One branch less has its home of these runs there."""
         key = home_key(node.number, phase)
-        node_id, number, bit = node.node_id, node.number, node.bit
+        number, bit = node.number, node.bit
         watched = self._index.visits
         for run in runs:
             homes = run.homes
@@ -224,7 +253,7 @@ class RefCounts:
                 count = count_at(homes, number) if homes else 0
                 if count == 0:
                     node.held_blocks -= run.size
-                effects.append(CountUpdate(node_id, run.names, count, reason))
+                effects.append(self.update(node, run, reason))
 
     # --------------------------------------------------------------------------------------------------------- contexts
 

@@ -199,7 +199,7 @@ class RunTree:
         known = self._by_name.get(suffix_name)
         if known is not None and (known is not run or (run.start + size) % ANCHOR_BLOCKS):
             raise BrokenChain(f"block {run.start + size} is known under another parent")
-        prefix = Run(run.names[:cut], run.start, run.parent, run.l1 & ~self.retired, run.l2 & ~self.retired)
+        prefix = Run(run.names[:cut], run.start, run.parent, run.l1, run.l2)
         prefix.homes = None if run.homes is None else dict(run.homes)
         prefix.children = 1
         run.names = run.names[cut:]

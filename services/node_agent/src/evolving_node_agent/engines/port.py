@@ -316,12 +316,13 @@ class Engine(Protocol):
         """Ordered, gapless. The first batch of an incarnation says everything the engine already holds."""
         ...
 
-    async def set_counts(self, counts: Mapping[bytes, int]) -> None:
-        """Branch counts of blocks on this node (0 forgets one); eviction goes by them (the paper, section 4.4)."""
+    async def set_needs(self, needs: Mapping[bytes, int]) -> None:
+        """How much blocks on this node are needed (`evolving.core.needs`; 0 forgets one): eviction goes by that first,
+        then by last access (the paper, section 4.4)."""
         ...
 
-    async def counts(self) -> Mapping[bytes, int]:
-        """The nonzero counts eviction goes by now, for audits."""
+    async def needs(self) -> Mapping[bytes, int]:
+        """The nonzero needs eviction goes by now, for audits."""
         ...
 
     async def free_l1(self) -> int:

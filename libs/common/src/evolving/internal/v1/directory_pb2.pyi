@@ -771,17 +771,23 @@ class BlockCount(_message.Message):
 
     NAME_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
+    ELSEWHERE_FIELD_NUMBER: _builtins.int
     name: _builtins.bytes
     count: _builtins.int
+    elsewhere: _builtins.bool
+    """Another node has the block in L2: the pool keeps it whatever this one does. Says nothing where count is 0, nor in
+    an answer to a CountsQuery.
+    """
     def __init__(
         self,
         *,
         name: _builtins.bytes = ...,
         count: _builtins.int = ...,
+        elsewhere: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "elsewhere", b"elsewhere", "name", b"name"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

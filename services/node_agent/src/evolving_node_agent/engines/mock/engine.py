@@ -91,7 +91,7 @@ class MockEngine:
         if self.config.l2_survives_crash:
             pool = self._cache.pool
             pool.lose(Tier.L1)
-            pool.forget_counts()
+            pool.forget_needs()
             self._cache.take_events()  # the next life says what is held
         else:
             self._cache = BlockCache(self.config)
@@ -183,15 +183,15 @@ class MockEngine:
         async for events in self._living().kv_readers.read():
             yield events
 
-    async def set_counts(self, counts: Mapping[bytes, int]) -> None:
+    async def set_needs(self, needs: Mapping[bytes, int]) -> None:
         """See port.py."""
         self._living()
-        self._cache.pool.set_counts(counts)
+        self._cache.pool.set_needs(needs)
 
-    async def counts(self) -> Mapping[bytes, int]:
+    async def needs(self) -> Mapping[bytes, int]:
         """See port.py."""
         self._living()
-        return self._cache.pool.counts()
+        return self._cache.pool.needs()
 
     async def free_l1(self) -> int:
         """See port.py."""

@@ -150,13 +150,13 @@ class SglangEngine:
         while (batch := await life.kv_batches.get()) is not None:
             yield batch
 
-    async def set_counts(self, counts: Mapping[bytes, int]) -> None:
-        """Replace the counts of the named blocks (0 forgets one). Returns when eviction goes by them."""
-        await self._alive().ask(lambda request: m.SetCounts(request, dict(counts)))
+    async def set_needs(self, needs: Mapping[bytes, int]) -> None:
+        """Replace the needs of the named blocks (0 forgets one). Returns when eviction goes by them."""
+        await self._alive().ask(lambda request: m.SetNeeds(request, dict(needs)))
 
-    async def counts(self) -> Mapping[bytes, int]:
-        """The nonzero counts eviction goes by now."""
-        return (await self._alive().ask(m.AskCounts)).counts
+    async def needs(self) -> Mapping[bytes, int]:
+        """The nonzero needs eviction goes by now."""
+        return (await self._alive().ask(m.AskNeeds)).needs
 
     async def free_l1(self) -> int:
         """Drop from L1 what L2 has too, blocks in use when their last leg ends; the blocks dropped at once."""

@@ -46,15 +46,15 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     leg_id: str
 
 
-class SetCounts(msgspec.Struct, tag=True, frozen=True):
-    """Change branch counts; answered, so that a reader of counts sees them."""
+class SetNeeds(msgspec.Struct, tag=True, frozen=True):
+    """Change what eviction goes by; answered, so that a reader of it sees that."""
 
     request: int
-    counts: dict[bytes, int]
+    needs: dict[bytes, int]
 
 
-class AskCounts(msgspec.Struct, tag=True, frozen=True):
-    """Ask for the nonzero counts."""
+class AskNeeds(msgspec.Struct, tag=True, frozen=True):
+    """Ask for what eviction goes by."""
 
     request: int
 
@@ -78,7 +78,7 @@ class Drain(msgspec.Struct, tag=True, frozen=True):
     """Take no more legs; exit when the last one has ended."""
 
 
-Command = Prefill | Decode | Abort | SetCounts | AskCounts | AskDigests | Drop | Drain
+Command = Prefill | Decode | Abort | SetNeeds | AskNeeds | AskDigests | Drop | Drain
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -192,7 +192,7 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
     request: int
     found: bool = True
     blocks: int = 0
-    counts: dict[bytes, int] = {}
+    needs: dict[bytes, int] = {}
     digests: dict[bytes, bytes] = {}
 
 

@@ -13,7 +13,7 @@ from evolving_node_agent.engines.port import Tier, TokenIds
 from evolving_node_agent.engines.sglang.translate import id_array
 
 from .checksums import PageChecksums
-from .eviction import BranchCountStrategy, EvenNodes
+from .eviction import EvenNodes, NeedStrategy
 from .legs import DecodeLeg
 from .names import name_of_hash, namespace
 from .pages import KvPages
@@ -28,7 +28,7 @@ class BlockStore:
         self.pages = pages
         self._block_tokens = int(tree_cache.page_size)
         self.checksums = PageChecksums(pages.host_buffer, pages.generations, page_checksums)
-        self.residency = Residency(self._block_tokens, self.checksums.seal, BranchCountStrategy.counts)
+        self.residency = Residency(self._block_tokens, self.checksums.seal, NeedStrategy.needs)
         tree_cache.tree_core.kv_events = self.residency
         EvenNodes(tree_cache)
 

@@ -1,7 +1,8 @@
-"""Eviction by what branches still need: (effective count, last access), smallest first.
+"""Eviction by what branches still need: (effective need, last access), smallest first.
 
-The effective count of a block is the largest count of it and its descendants on this node, so that a parent never goes
-before a counted child (paper §4.1). SGLang evicts tree nodes, so a node whose blocks differ in it is split first.
+The effective need of a block (`evolving.core.needs`) is the largest of it and its descendants on this node, so that a
+parent never goes before a counted child (paper §4.1). SGLang evicts tree nodes, so a node whose blocks differ in it is
+split first.
 """
 
 from __future__ import annotations
@@ -14,44 +15,44 @@ from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 
 from evolving.core.config import EvictionPolicy
 
-from .counts import BranchCounts
+from .needs import Needs
 
 
-class BranchCountStrategy(EvictionStrategy):  # type: ignore[misc]
-    """SGLang's eviction order, and who is asked for counts."""
+class NeedStrategy(EvictionStrategy):  # type: ignore[misc]
+    """SGLang's eviction order, and who is asked for needs."""
 
     # One engine a process; SGLang constructs the strategy itself.
-    counts = BranchCounts()
+    needs = Needs()
     policy = EvictionPolicy.AGENT
 
     def get_priority(self, node: Any) -> tuple[int, float]:
         """What leaves first has the smallest."""
-        return (self.effective_count(node), node.last_access_time)
+        return (self.effective_need(node), node.last_access_time)
 
-    def effective_count(self, node: Any) -> int:
-        """The largest count of a node's blocks and of its descendants'; 0 where counts don't matter.
+    def effective_need(self, node: Any) -> int:
+        """The largest need of a node's blocks and of its descendants'; 0 where needs don't matter.
 
-        Remembered on each node with the version of the counts. A child that left since only makes its parent look
+        Remembered on each node with the version of the needs. A child that left since only makes its parent look
         more needed than it is until the next update, which no promise is about.
         """
-        version = self.counts.version
+        version = self.needs.version
         if self.policy is EvictionPolicy.LRU:
             return 0
-        if getattr(node, "counted_at", None) == version:
-            return int(node.counted)
+        if getattr(node, "need_as_of", None) == version:
+            return int(node.need)
         stack = [(node, False)]
         while stack:
             current, children_done = stack.pop()
-            if getattr(current, "counted_at", None) == version:
+            if getattr(current, "need_as_of", None) == version:
                 continue
             if not children_done:
                 stack.append((current, True))
                 stack.extend((child, False) for child in current.children.values())
                 continue
-            below = max((child.counted for child in current.children.values()), default=0)
-            current.counted, current.cuts = self.counts.levels(current, below)
-            current.counted_at = version
-        return int(node.counted)
+            below = max((child.need for child in current.children.values()), default=0)
+            current.need, current.cuts = self.needs.levels(current, below)
+            current.need_as_of = version
+        return int(node.need)
 
 
 class EvenNodes:
@@ -60,7 +61,7 @@ class EvenNodes:
     def __init__(self, tree: Any) -> None:
         self._tree = tree
         self._core = tree.tree_core
-        self._strategy: BranchCountStrategy = self._core.eviction_strategy
+        self._strategy: NeedStrategy = self._core.eviction_strategy
         self._split = self._core._split_node
         self._core._split_node = self._split_unnoticed
         self._before(self._core, "evict_device_start", lambda: self._even(self._core.evictable_device_leaves, True))
@@ -90,7 +91,7 @@ class EvenNodes:
         """
         if self._strategy.policy is EvictionPolicy.LRU:
             return
-        version = self._strategy.counts.version
+        version = self._strategy.needs.version
         for leaf in list(leaves):
             path, node = [], leaf
             while node.parent is not None and getattr(node, "even_at", None) != version:
@@ -105,11 +106,11 @@ class EvenNodes:
                     each.even_at = version
 
     def _cut(self, node: Any) -> None:
-        """Cut a node at the blocks where another effective count begins; it stays the last part itself."""
-        self._strategy.effective_count(node)
+        """Cut a node at the blocks where another effective need begins; it stays the last part itself."""
+        self._strategy.effective_need(node)
         cuts = node.cuts
         if cuts:
-            node.counted_at = None  # what is remembered is the count of its first block, which goes to another node
+            node.need_as_of = None  # what is remembered is the need of its first block, which goes to another node
         for cut in cuts:
             node, action = self._core._split_node(node.key, node, cut * self._core.page_size)
             if action is not None:

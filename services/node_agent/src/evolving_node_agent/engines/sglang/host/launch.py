@@ -14,7 +14,7 @@ from evolving_node_agent.engines.sglang.config import SglangConfig
 from .inbox import Inbox
 from .transport import Transport
 
-EVICTION_POLICY = "branch_counts"  # what SGLang calls our eviction order
+EVICTION_POLICY = "branch_needs"  # what SGLang calls our eviction order
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",

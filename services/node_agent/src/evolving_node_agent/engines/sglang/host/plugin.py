@@ -23,7 +23,7 @@ def register() -> None:
     from sglang.srt.mem_cache import utils as cache_utils
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from .eviction import BranchCountStrategy
+    from .eviction import NeedStrategy
     from .launch import EVICTION_POLICY
     from .names import chain_seed, page_hashes
     from .scheduler import NodeScheduler
@@ -34,8 +34,8 @@ def register() -> None:
         from . import cpu
 
         cpu.adapt()
-    BranchCountStrategy.policy = config.eviction
-    cache_utils._EVICTION_POLICY_FACTORIES[EVICTION_POLICY] = BranchCountStrategy
+    NeedStrategy.policy = config.eviction
+    cache_utils._EVICTION_POLICY_FACTORIES[EVICTION_POLICY] = NeedStrategy
     add_radix_eviction_policy_choices([EVICTION_POLICY])
     HookRegistry.register("sglang.srt.mem_cache.utils.storage_namespace_seed", chain_seed, HookType.AROUND)
     HookRegistry.register("sglang.srt.mem_cache.utils.get_native_hash", page_hashes, HookType.AROUND)

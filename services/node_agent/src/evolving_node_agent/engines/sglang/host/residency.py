@@ -12,8 +12,8 @@ from sglang.srt.mem_cache.utils import compute_node_hash_values
 from evolving_node_agent.engines.port import Tier
 from evolving_node_agent.engines.sglang import messages as m
 
-from .counts import BranchCounts
 from .names import name_of_hash, names_of
+from .needs import Needs
 
 _TIERS = {StorageMedium.GPU: Tier.L1, StorageMedium.CPU: Tier.L2}
 Change = m.BlocksStored | m.BlocksRemoved | m.TierCleared
@@ -28,13 +28,13 @@ class Residency:
 
     enabled = True
 
-    def __init__(self, block_tokens: int, seal: Callable[[list[int]], list[int]], counts: BranchCounts) -> None:
+    def __init__(self, block_tokens: int, seal: Callable[[list[int]], list[int]], needs: Needs) -> None:
         self._block_tokens = block_tokens
         self._seal = seal  # pages whose bytes are complete -> their generations
-        self._counts = counts
+        self._needs = needs
         self._changes: list[Change] = [m.TierCleared(Tier.L1), m.TierCleared(Tier.L2)]
         self.host_pages: dict[bytes, tuple[int, int]] = {}
-        counts.watch(self.host_pages)
+        needs.watch(self.host_pages)
         # Told of blocks that left a tier, and whether they are in none now.
         self.on_gone: Callable[[Tier, list[bytes], bool], None] = lambda *_: None
 
@@ -46,7 +46,7 @@ class Residency:
     @property
     def zero_blocks(self) -> int:
         """Blocks in L2 that no branch counts."""
-        return len(self.host_pages) - self._counts.l2_blocks
+        return len(self.host_pages) - self._needs.l2_blocks
 
     def names(self, node: Any) -> list[bytes]:
         """The names of a node's blocks."""
@@ -63,9 +63,9 @@ class Residency:
         if tier is Tier.L2:
             slots = node.component_data[BASE_COMPONENT_TYPE].host_value
             pages = (slots[:: self._block_tokens] // self._block_tokens).tolist()
-            self._counts.on_removed(name for name in names if name in self.host_pages)
+            self._needs.on_removed(name for name in names if name in self.host_pages)
             self.host_pages.update(zip(names, zip(pages, self._seal(pages), strict=True), strict=True))
-        self._counts.on_stored(names, tier is Tier.L2)
+        self._needs.on_stored(names, tier is Tier.L2)
         self._changes.append(m.BlocksStored(tier, above, b"".join(names)))
 
     def record_remove(self, node: Any, medium: Any = None) -> None:
@@ -73,14 +73,14 @@ class Residency:
         tier = _TIERS[medium or StorageMedium.GPU]
         names = self.names(node)
         if tier is Tier.L2:
-            self._counts.on_removed(name for name in names if self.host_pages.pop(name, None) is not None)
+            self._needs.on_removed(name for name in names if self.host_pages.pop(name, None) is not None)
         self.on_gone(tier, names, tier is Tier.L2 or not node.backuped)
         self._changes.append(m.BlocksRemoved(tier, b"".join(names)))
 
     def record_all_cleared(self) -> None:
         """Both tiers were emptied (SGLang's interface)."""
         self.host_pages.clear()
-        self._counts.watch(self.host_pages)
+        self._needs.watch(self.host_pages)
         self._changes += [m.TierCleared(Tier.L1), m.TierCleared(Tier.L2)]
 
     def take(self) -> list[Any]:

@@ -21,7 +21,7 @@ from evolving_node_agent.engines.sglang.translate import split_names
 from . import peers as p
 from .decode import run_decode
 from .desk import Desk, Outgoing
-from .eviction import BranchCountStrategy
+from .eviction import NeedStrategy
 from .fetch import Fetcher, Reader
 from .inbox import Inbox
 from .legs import Leg, PrefillLeg, decode_leg, failure, prefill_leg
@@ -128,10 +128,10 @@ class Service:
                     found[0].aborted = True
                     found[1].cancel()
                 self._answer(request, m.Answer(request, found=found is not None))
-            case m.SetCounts(request, counts):
-                self.spawn(self._set_counts(request, counts))
-            case m.AskCounts(request):
-                self.spawn(self._counts(request))
+            case m.SetNeeds(request, needs):
+                self.spawn(self._set_needs(request, needs))
+            case m.AskNeeds(request):
+                self.spawn(self._answer_needs(request))
             case m.AskDigests(request, names, tier):
                 self.spawn(self._digests(request, names, Tier(tier)))
             case m.Drop(request, l2):
@@ -176,13 +176,13 @@ class Service:
         if request:
             self.report(answer)
 
-    async def _set_counts(self, request: int, counts: dict[bytes, int]) -> None:
-        await self.inbox.call(lambda: BranchCountStrategy.counts.update(counts))
+    async def _set_needs(self, request: int, needs: dict[bytes, int]) -> None:
+        await self.inbox.call(lambda: NeedStrategy.needs.update(needs))
         self._answer(request, m.Answer(request))
 
-    async def _counts(self, request: int) -> None:
-        counts = await self.inbox.call(BranchCountStrategy.counts.nonzero)
-        self._answer(request, m.Answer(request, counts=counts))
+    async def _answer_needs(self, request: int) -> None:
+        needs = await self.inbox.call(NeedStrategy.needs.nonzero)
+        self._answer(request, m.Answer(request, needs=needs))
 
     async def _digests(self, request: int, names: bytes, tier: Tier) -> None:
         found = await self.inbox.call(lambda: self.desk.blocks.digests(split_names(names), tier))
