@@ -1,4 +1,4 @@
-"""Equation 7, decode choice and holder hints."""
+"""Equation 7: where a request is prefilled."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from evolving.core.config import FetchRule
 from evolving.core.routing import (
     Context,
-    DecodeNode,
     PrefillNode,
     PrefillScore,
     RoutingConfig,
-    choose_decode,
     choose_prefill,
     deciding_terms,
     duplicate_s,
@@ -26,11 +24,10 @@ from evolving.core.routing import (
     score_prefill,
 )
 from evolving.core.terms import Role
-from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
+from evolving.core.timemodel import PrefillCoefficients
 from evolving.core.work import PrefillWork, queue_service_s, service_s
 
 PREFILL = PrefillCoefficients(c0_s=0.01, c1_s=0.001, c2_s=1e-7, c3_s=1e-5)
-DECODE = DecodeCoefficients(d0_s=0.01, d1_s=0, d2_s=0.001, d3_s=1e-6)
 CONFIG = RoutingConfig(
     fetch_bytes_per_s=10_000_000,
     fetch_fixed_s=0.0,
@@ -51,19 +48,8 @@ def prefill_node(node_id: str, **changes: object) -> PrefillNode:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
-def decode_node(node_id: str, **changes: object) -> DecodeNode:
-    base = DecodeNode(node_id, Role.DECODE, ready=True, slots_free=8, decoding=0, context_tokens=0, coefficients=DECODE)
-    return replace(base, **changes)  # type: ignore[arg-type]
-
-
 def chosen_prefill(*nodes: PrefillNode, context: Context = CONTEXT) -> str:
     decision = choose_prefill(context, nodes, CONFIG)
-    assert decision.chosen is not None
-    return decision.chosen.node_id
-
-
-def chosen_decode(*nodes: DecodeNode) -> str:
-    decision = choose_decode(CONTEXT, nodes)
     assert decision.chosen is not None
     return decision.chosen.node_id
 
@@ -177,17 +163,18 @@ def test_no_other_number_of_fetched_blocks_is_sooner(node: PrefillNode) -> None:
         assert chosen.total_s <= ready_s + service_s(work, node.coefficients, 512) + 1e-9
 
 
-# -- dup_n: what a duplicate costs
+# -- dup_n: what later work a placement causes
 
 
-def evicted_for_duplicates(room: int, new: int, duplicates: int) -> int:
-    """Blocks that a branch counts and that go, one by one, because of the duplicates. New blocks are stored first."""
+def evicted_by_storing(held: int, stored: int, free: int, zero: int, counted: int) -> int:
+    """Blocks that a branch counts and that leave a full memory, one by one, for a context of which `held` are there.
+    What is used now stays."""
+    memory = ["held"] * held + ["free"] * free + ["zero"] * zero + ["counted"] * counted
     evicted = 0
-    for is_duplicate in [False] * new + [True] * duplicates:
-        if room:
-            room -= 1
-        elif is_duplicate:
-            evicted += 1
+    for _ in range(stored):
+        place = min(range(len(memory)), key=lambda at: ["free", "zero", "counted", "held"].index(memory[at]))
+        evicted += memory[place] == "counted"
+        memory[place] = "held"
     return evicted
 
 
@@ -199,7 +186,7 @@ contexts = st.builds(
     pool_blocks=st.integers(0, 40),
     spare_share=st.floats(0, 1),
 )
-duplicating_nodes = st.builds(
+storing_nodes = st.builds(
     prefill_node,
     st.just("a"),
     any_blocks=st.integers(0, 40),
@@ -209,34 +196,62 @@ duplicating_nodes = st.builds(
 )
 
 
-@given(room=st.integers(0, 80), new=st.integers(0, 40), held=st.integers(0, 40), missing=st.integers(0, 40))
-def test_duplicates_evict_what_the_naive_model_evicts(room: int, new: int, held: int, missing: int) -> None:
+@given(
+    held=st.integers(0, 20), missing=st.integers(0, 20), new=st.integers(0, 20), free=st.integers(0, 30),
+    zero=st.integers(0, 30), tail=st.integers(0, 63),
+)  # fmt: skip
+def test_storing_a_context_evicts_what_the_naive_model_evicts(
+    held: int, missing: int, new: int, free: int, zero: int, tail: int
+) -> None:
     """At one second a token."""
-    context = Context("r", (held + missing + new) * 64, 64, pool_blocks=held + missing)
+    context = Context("r", (held + missing + new) * 64 + tail, 64, pool_blocks=held + missing)
     a_second = PrefillCoefficients(c0_s=0.0, c1_s=1.0, c2_s=0.0)
-    node = prefill_node("a", any_blocks=held, room_tokens=room * 64, coefficients=a_second)
-    assert duplicate_s(context, node, CONFIG) == 64 * evicted_for_duplicates(room, new, missing)
+    node = prefill_node("a", any_blocks=held, room_tokens=(free + zero) * 64, coefficients=a_second)
+    evicted = evicted_by_storing(held, missing + new, free, zero, counted=40)
+    assert duplicate_s(context, node, CONFIG) == 64 * evicted
 
 
-@given(context=contexts, node=duplicating_nodes)
-def test_duplicates_never_help_and_cost_more_the_more_there_are(context: Context, node: PrefillNode) -> None:
+@given(context=contexts, node=storing_nodes, pool_blocks=st.integers(0, 40))
+def test_new_tokens_and_duplicates_take_the_same_room(context: Context, node: PrefillNode, pool_blocks: int) -> None:
+    other = replace(context, pool_blocks=pool_blocks)
+    assert duplicate_s(other, node, CONFIG) == duplicate_s(context, node, CONFIG)
+
+
+@given(context=contexts, node=storing_nodes)
+def test_a_placement_costs_less_the_more_the_node_holds_or_has_room_for(context: Context, node: PrefillNode) -> None:
     cost_s = duplicate_s(context, node, CONFIG)
     assert cost_s >= 0
-    fewer = replace(node, any_blocks=node.any_blocks + 1)
-    assert duplicate_s(context, fewer, CONFIG) <= cost_s
-    roomier = replace(node, room_tokens=node.room_tokens + 64)
-    assert duplicate_s(context, roomier, CONFIG) <= cost_s
+    assert duplicate_s(context, replace(node, any_blocks=node.any_blocks + 1), CONFIG) <= cost_s
+    assert duplicate_s(context, replace(node, room_tokens=node.room_tokens + 64), CONFIG) <= cost_s
 
 
-@given(context=contexts, node=duplicating_nodes)
-def test_a_node_with_room_or_without_duplicates_is_not_made_worse(context: Context, node: PrefillNode) -> None:
-    holder = replace(node, any_blocks=max(node.any_blocks, context.pool_blocks))
-    assert duplicate_s(context, holder, CONFIG) == 0
-    assert duplicate_s(context, replace(node, room_tokens=context.tokens), CONFIG) == 0
-    assert duplicate_s(context, replace(node, room_tokens=prefill_node("x").room_tokens), CONFIG) == 0
+@given(context=contexts, node=storing_nodes)
+def test_room_enough_costs_nothing(context: Context, node: PrefillNode) -> None:
+    lacks = (context.tokens // 64 - node.any_blocks) * 64
+    for room in (lacks, context.tokens, prefill_node("x").room_tokens):
+        assert duplicate_s(context, replace(node, room_tokens=room), CONFIG) == 0
+    assert duplicate_s(context, replace(node, any_blocks=context.tokens // 64, room_tokens=0), CONFIG) == 0
 
 
-@given(context=contexts, node=duplicating_nodes)
+@given(
+    context=contexts,
+    node=storing_nodes,
+    more=st.integers(1, 80),
+    wait_s=st.floats(0, 10),
+    request_id=st.text(max_size=4),
+)
+def test_of_two_nodes_alike_but_for_room_the_roomier_is_chosen(
+    context: Context, node: PrefillNode, more: int, wait_s: float, request_id: str
+) -> None:
+    """Where the context doesn't fit in the other; however little it costs."""
+    context = replace(context, request_id=request_id)
+    tight = replace(node, node_id="tight", wait_s=wait_s)
+    roomy = replace(tight, node_id="roomy", room_tokens=node.room_tokens + 64 * more)
+    if duplicate_s(context, tight, CONFIG) > 0:
+        assert chosen_prefill(tight, roomy, context=context) == "roomy"
+
+
+@given(context=contexts, node=storing_nodes)
 def test_what_lies_elsewhere_too_costs_the_cheaper_of_a_fetch_and_computing(
     context: Context, node: PrefillNode
 ) -> None:
@@ -254,6 +269,24 @@ def test_a_full_node_loses_to_an_equal_one_with_room() -> None:
     assert chosen_prefill(full, prefill_node("roomy", fetchable_blocks=15, wait_s=0.1), context=context) == "roomy"
     unneeded = replace(full, room_tokens=1_000)  # as much is held for no branch
     assert chosen_prefill(unneeded, prefill_node("roomy", wait_s=3.0), context=context) == "full"
+
+
+def test_a_new_context_goes_where_there_is_room_too() -> None:
+    """Nobody holds any of it, and the node without room is idle: 15 blocks at 1.1 ms a token are a second."""
+    full = prefill_node("full", room_tokens=0)
+    assert chosen_prefill(full, prefill_node("roomy", wait_s=0.9)) == "roomy"
+    assert chosen_prefill(full, prefill_node("roomy", wait_s=1.5)) == "full"
+
+
+def test_what_every_node_evicts_widens_no_tie() -> None:
+    """A second of later work on both nodes, beside which the 30 ms between them are little; the wait is not."""
+    near = prefill_node("near", room_tokens=0, fetchable_blocks=15, fetch_tokens_per_s=1e6)
+    far = replace(near, node_id="far", wait_s=0.03)
+    for at in range(20):
+        context = replace(CONTEXT, request_id=f"r{at}", pool_blocks=15)
+        near_s, far_s = (score_prefill(context, node, CONFIG).total_s for node in (near, far))
+        assert near_s < far_s < near_s * (1 + CONFIG.tie_share)
+        assert chosen_prefill(near, far, context=context) == "near"
 
 
 # -- what decided
@@ -335,7 +368,6 @@ def test_roles_say_who_is_asked() -> None:
     busy_prefill = prefill_node("p", wait_s=9.0)
     assert chosen_prefill(idle_decode, busy_prefill) == "p"
     assert chosen_prefill(idle_decode, prefill_node("m", role=Role.MIXED, wait_s=9.0)) == "m"
-    assert chosen_decode(decode_node("d"), decode_node("p", role=Role.PREFILL, slots_free=99)) == "d"
 
 
 def test_a_phase_without_nodes_is_served_by_the_other() -> None:
@@ -343,7 +375,6 @@ def test_a_phase_without_nodes_is_served_by_the_other() -> None:
     assert decision.chosen is not None
     assert decision.chosen.node_id == "d"
     assert "other" in decision.reason
-    assert chosen_decode(decode_node("p", role=Role.PREFILL)) == "p"
 
 
 def test_no_node_is_no_choice_and_says_why() -> None:
@@ -359,18 +390,6 @@ def test_no_node_is_no_choice_and_says_why() -> None:
         "drains": "role draining",
         "failed": "broke this request",
     }
-    assert choose_decode(CONTEXT, [decode_node("x", ready=False)]).chosen is None
-
-
-def test_decode_goes_to_most_room_then_to_the_shortest_iteration() -> None:
-    assert chosen_decode(decode_node("a", slots_free=3), decode_node("b", slots_free=5, decoding=90)) == "b"
-    long_contexts = decode_node("a", decoding=2, context_tokens=90_000)
-    assert chosen_decode(long_contexts, decode_node("b", decoding=3, context_tokens=10)) == "b"
-
-
-def test_a_full_decode_node_is_still_one() -> None:
-    assert chosen_decode(decode_node("a", slots_free=0)) == "a"
-    assert chosen_decode(decode_node("a", slots_free=0), decode_node("b", slots_free=1)) == "b"
 
 
 def test_a_quote_is_exceeded_by_both_the_floor_and_the_share() -> None:
@@ -380,7 +399,7 @@ def test_a_quote_is_exceeded_by_both_the_floor_and_the_share() -> None:
     assert exceeds_quote(12.6, 10.0)
 
 
-@pytest.mark.parametrize("field", ["fetch_bytes_per_s", "tie_share", "fetch_fixed_s"])
+@pytest.mark.parametrize("field", ["fetch_bytes_per_s", "tie_share", "fetch_fixed_s", "output_tokens"])
 def test_config_is_checked(field: str) -> None:
     with pytest.raises(ValueError, match=field):
         replace(CONFIG, **{field: -1.0})  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ async def attempt() -> AsyncIterator[tuple[Attempt, Cluster]]:
         assert model.vocabulary_tokens == VOCABULARY
         job = Job("p0", "default", "r", model, ids_bytes(PROMPT), b"\0" * 32, gateway_pb2.Sampling(max_tokens=5),
                   priority=0, branch_id="", version=0, reserve_deadline_s=5.0)  # fmt: skip
-        plan = Plan(cluster.nodes["n"], score, [], [], may_requote=False, excluded_decode={}, timeout_s=60.0)
+        plan = Plan(cluster.nodes["n"], score, NOWHERE, [], [], may_requote=False, excluded_decode={}, timeout_s=60.0)
         try:
             yield Attempt(job, plan, cluster, router), cluster
         finally:

@@ -14,7 +14,7 @@ from evolving.internal.v1 import directory_pb2, node_agent_pb2
 from evolving.runtime.metrics import Metrics
 from evolving.v1 import common_pb2, gateway_pb2
 from evolving_gateway.metrics import GatewayMetrics
-from evolving_gateway.nodes import Arriving, Node
+from evolving_gateway.nodes import Arriving, Landing, Node
 
 BLOCKS = 60
 PROMPT = [1 + at % 900 for at in range(BLOCKS * BLOCK_TOKENS + 1)]
@@ -39,6 +39,11 @@ async def tell(it: Bench, node_id: str, wait_s: float, **status: Any) -> None:
 async def served(it: Bench) -> gateway_pb2.GenerateFinished:
     """A request for the context that `held_by` knows."""
     return await it.generate(PROMPT, sampling=ONE_TOKEN).all()
+
+
+async def decoded(it: Bench) -> gateway_pb2.GenerateFinished:
+    """The same, with something to decode."""
+    return await it.generate(PROMPT, sampling=gateway_pb2.Sampling(max_tokens=4)).all()
 
 
 async def test_a_node_says_what_its_fetches_take() -> None:
@@ -69,6 +74,30 @@ async def test_a_full_node_is_spared_duplicates() -> None:
         assert it.metric("gateway_choices_hung_on_total", term="duplicate") == 1
         await tell(it, "b", 0.36, queued_tokens=len(PROMPT))
         assert (await served(it)).prefill_node_id == "a", "what is queued there will take that room"
+
+
+async def test_a_new_context_goes_where_there_is_room() -> None:
+    full = {"l2_total_tokens": 40_000, "l2_used_tokens": 40_000}
+    async with bench("a", "b") as it:
+        await tell(it, "a", 0.01, **full)
+        await tell(it, "b", 0.35, **full, l2_zero_tokens=len(PROMPT))
+        finished = await served(it)
+        assert finished.prefill_node_id == "b"
+        assert finished.reuse.pool_tokens == 0, "nobody held any of it"
+
+
+async def test_a_branch_is_decoded_where_its_copy_lies_while_that_node_has_a_slot() -> None:
+    async with bench("p", "d1", "d2", "d3") as it:
+        await it.split(1, p="prefill", d1="decode", d2="decode", d3="decode")
+        for at, node_id in enumerate(("d1", "d2", "d3"), 1):
+            it.directory.match = held_by("p", node_id)
+            for depth in it.directory.match.nodes:
+                depth.l1_blocks = BLOCKS
+            for other in ("d1", "d2", "d3"):
+                await tell(it, other, at / 8, decode_slots_free=2 if other == node_id else 8)
+            assert (await decoded(it)).decode_node_id == node_id
+        await tell(it, "d3", 1.0, decode_slots_free=0)
+        assert (await decoded(it)).decode_node_id != "d3"
 
 
 async def test_without_fetches_kv_is_used_where_it_lies_or_computed() -> None:
@@ -123,6 +152,32 @@ def test_legs_count_until_a_status_that_came_after_they_were_acknowledged() -> N
     assert (it.fetch_backlog_tokens, it.room_tokens, it.unacknowledged) == (120, 290, ())
     it.take_status(status)
     assert (it.fetch_backlog_tokens, it.room_tokens, it.unacknowledged) == (20, 450, ())
+
+
+def test_decode_legs_count_until_a_status_that_came_after_each_step() -> None:
+    it = node()
+    facts = it.registration
+    status = node_agent_pb2.WatchStatusResponse(
+        l2_total_tokens=1_000, decode_slots_free=4, decoding=2, reserved=1, decode_context_tokens=500
+    )
+    it.take_status(status)
+
+    def known() -> tuple[float, ...]:
+        assert it.decode_memory_tokens == facts.l1_tokens - facts.max_context_tokens - it.decode_context_tokens
+        return it.slots_free, it.decoding, it.decode_context_tokens, it.room_tokens
+
+    without = known()
+    assert without == (4, 3, 500, 1_000)
+    leg = it.landing["leg"] = Landing(context_tokens=200, stored_tokens=160)
+    assert known() == (3, 4, 700, 840)
+    leg.reserved = True
+    assert known() == (3, 4, 700, 840), "as long as the node's status doesn't say so"
+    it.take_status(status)
+    assert known() == (4, 3, 700, 840), "its slot is in the status, its KV is not here yet"
+    leg.started = True
+    assert known() == (4, 3, 700, 840)
+    it.take_status(status)
+    assert known() == without
 
 
 def test_room_is_never_negative_and_endless_without_host_memory() -> None:

@@ -16,18 +16,21 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from evolving.core.blocks import TOKEN_BYTES
 from evolving.core.routing import Context, PrefillScore
 from evolving.core.terms import Role
-from evolving.internal.v1 import node_agent_pb2
+from evolving.internal.v1 import directory_pb2, node_agent_pb2
+from evolving.runtime.log import get_logger
 from evolving.runtime.tasks import end_tasks
 from evolving.v1 import gateway_pb2
 from evolving.wire.status import parse_error
-from evolving_gateway.nodes import Arriving, Cluster, Node
+from evolving_gateway.nodes import Arriving, Cluster, Landing, Node
 from evolving_gateway.router import ModelFacts, Router
 from evolving_gateway.token_ids import ids_from_node, to_wire
 
 _LAST_WORD_S = 1.0
 _EVENTS_MAX = 256  # beyond that a slow client slows the engine's stream, by HTTP/2 flow control
+_log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ class Plan:
 
     node: Node
     score: PrefillScore
+    match: directory_pb2.Match  # where the context's blocks lay
     holders: list[node_agent_pb2.Holder]
     generated: list[int]  # output of earlier attempts
     may_requote: bool
@@ -282,22 +286,29 @@ class Attempt:
 
     async def _hand_off(self) -> None:
         """P took the request: choose D now, not before, and let it reserve while P computes."""
-        context = Context(self._job.request_id, len(self._tokens) // 4, self._job.model.block_tokens)
-        decision = self._router.decode(self._job.model, context, self._plan.excluded_decode)
+        job, plan = self._job, self._plan
+        context = Context(
+            job.request_id,
+            len(self._tokens) // TOKEN_BYTES,
+            job.model.block_tokens,
+            output_tokens_max=job.sampling.max_tokens - len(plan.generated),
+        )
+        decision = self._router.decode(job.model, context, plan.match, plan.node.node_id, plan.excluded_decode)
         if decision.chosen is None:
             await self._fail("", grpc.StatusCode.UNAVAILABLE, "NO_NODE", decision.reason)
             return
         node = self._cluster.nodes[decision.chosen.node_id]
         self.report.decode_node_id = node.node_id
-        self._start(node, self._decode(node))
+        _log.debug("decode_chosen", node_id=node.node_id, reason=decision.reason, candidates=decision.candidates)
+        self._start(node, self._decode(node, Landing(context.tokens, decision.chosen.stored_tokens)))
 
-    async def _decode(self, node: Node) -> None:
+    async def _decode(self, node: Node, landing: Landing) -> None:
         leg = self._decode_leg
-        node.reserving[leg] = False
+        node.landing[leg] = landing
         call = node.stub.Decode(self._decode_request(), timeout=self._plan.timeout_s)
         try:
             async for response in call:
-                await self._take_decode(node, response)
+                await self._take_decode(node, landing, response)
             if not self._finished:
                 await self._fail(node.node_id, grpc.StatusCode.INTERNAL, "STREAM_ENDED", "decode ended early")
         except grpc.aio.AioRpcError as error:
@@ -306,7 +317,7 @@ class Attempt:
             await self._fail(blamed, detail.status, detail.reason, detail.message, detail.retry_after_s)
         finally:
             call.cancel()
-            node.reserving.pop(leg, None)
+            node.landing.pop(leg, None)
 
     def _decode_request(self) -> node_agent_pb2.DecodeRequest:
         job, plan = self._job, self._plan
@@ -328,14 +339,13 @@ class Attempt:
             reserve_deadline_s=min(job.reserve_deadline_s, plan.timeout_s),
         )
 
-    async def _take_decode(self, node: Node, response: node_agent_pb2.DecodeResponse) -> None:
+    async def _take_decode(self, node: Node, landing: Landing, response: node_agent_pb2.DecodeResponse) -> None:
         self._cluster.see_epoch(response.epoch)
         match response.WhichOneof("event"):
             case "reserved":
-                node.reserving[self._decode_leg] = True
+                landing.reserved = True
             case "started":
-                self._landed = True
-                node.reserving.pop(self._decode_leg, None)
+                self._landed = landing.reserved = landing.started = True
                 self.report.transfer_s = response.started.transfer_s
             case "tokens":
                 await self._emit(NewTokens(response.tokens.index, ids_from_node(response.tokens.token_ids)))

@@ -37,6 +37,17 @@ class Arriving:
     acknowledged: bool = False  # W_n covers it
 
 
+@dataclass(slots=True)
+class Landing:
+    """A decode leg on its way into a node's status."""
+
+    context_tokens: int
+    stored_tokens: int  # of them, what the node's host memory lacks
+    reserved: bool = False  # it has a slot
+    has_slot: bool = False  # and the node's status counts it
+    started: bool = False  # its KV is there
+
+
 @dataclass(eq=False)
 class Node:
     """One life of one node: replaced when its engine or its agent comes back under another incarnation or address."""
@@ -49,7 +60,7 @@ class Node:
     status: node_agent_pb2.WatchStatusResponse = field(default_factory=node_agent_pb2.WatchStatusResponse)
     wait_s: float = 0.0  # W_n as it last said
     arriving: dict[str, Arriving] = field(default_factory=dict)  # prefill legs its status does not cover
-    reserving: dict[str, bool] = field(default_factory=dict)  # decode legs its status does not cover; True: reserved
+    landing: dict[str, Landing] = field(default_factory=dict)  # decode legs its status does not cover in full
     legs: int = 0  # legs of this gateway running there
     task: asyncio.Task[None] | None = None
 
@@ -82,7 +93,24 @@ class Node:
     @property
     def slots_free(self) -> int:
         """Decode slots left, legs on their way there taken off."""
-        return max(0, self.status.decode_slots_free - len(self.reserving))
+        return max(0, self.status.decode_slots_free - self._without_slot)
+
+    @property
+    def decoding(self) -> int:
+        """B, legs that will be in the batch in a moment included."""
+        return self.status.decoding + self.status.reserved + self._without_slot
+
+    @property
+    def decode_context_tokens(self) -> int:
+        """Summed over the batch, this gateway's legs on their way there included."""
+        return self.status.decode_context_tokens + sum(leg.context_tokens for leg in self.landing.values())
+
+    @property
+    def decode_memory_tokens(self) -> int:
+        """Device memory that decodes leave to another one; below 0 where some wait for it. One context's worth is left
+        to prefill."""
+        facts = self.registration
+        return facts.l1_tokens - facts.max_context_tokens - self.decode_context_tokens
 
     @property
     def unacknowledged(self) -> tuple[PrefillWork, ...]:
@@ -96,20 +124,28 @@ class Node:
 
     @property
     def room_tokens(self) -> float:
-        """Host memory that is free or held for no branch, less what queued legs will store; infinite without any."""
+        """Host memory that is free or held for no branch, less what legs queued or on their way there will store;
+        infinite without any."""
         status = self.status
         if not status.l2_total_tokens:
             return math.inf
         arriving = sum(leg.work.uncached_tokens + leg.fetched_tokens for leg in self.arriving.values())
+        landing = sum(leg.stored_tokens for leg in self.landing.values())
         free = status.l2_total_tokens - status.l2_used_tokens + status.l2_zero_tokens
-        return max(0, free - status.queued_tokens - arriving)
+        return max(0, free - status.queued_tokens - arriving - landing)
+
+    @property
+    def _without_slot(self) -> int:
+        return sum(not leg.has_slot for leg in self.landing.values())
 
     def take_status(self, status: node_agent_pb2.WatchStatusResponse) -> None:
-        """A new status: it covers the legs and reservations acknowledged before it."""
+        """A new status: it covers the legs acknowledged, the slots reserved and the decodes started before it."""
         self.status = status
         self.wait_s = status.wait_s
         self.arriving = {name: leg for name, leg in self.arriving.items() if not leg.acknowledged}
-        self.reserving = {leg: reserved for leg, reserved in self.reserving.items() if not reserved}
+        self.landing = {name: leg for name, leg in self.landing.items() if not leg.started}
+        for leg in self.landing.values():
+            leg.has_slot = leg.reserved
 
     def acknowledge(self, leg_id: str, wait_s: float) -> None:
         """The node has the leg in its queue; `wait_s` says so."""

@@ -229,6 +229,7 @@ class Request:
         return Plan(
             node=node,
             score=score,
+            match=self._match,
             holders=self._desk.router.holders(self._match, score, own),
             generated=list(self._output.ids),
             may_requote=self._requotes < settings.requotes_max,
@@ -287,7 +288,7 @@ class Request:
             prompt_tokens=self._prompt.length,
             prefill_node_id=score.node_id if score else "",
             predicted_cached_tokens=min(score.cached_tokens, self._prompt.length) if score else 0,
-            predicted_ttft_s=score.total_s if score else 0.0,
+            predicted_ttft_s=score.ttft_s if score else 0.0,
             version=self._version,
         )
 

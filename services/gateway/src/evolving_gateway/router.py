@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from evolving.core.decode_routing import DecodeDecision, DecodeNode, choose_decode
 from evolving.core.holders import HeldRun, fetchable_blocks, holder_hints, spare_share
 from evolving.core.routing import (
     Context,
-    DecodeDecision,
-    DecodeNode,
     PrefillDecision,
     PrefillNode,
     PrefillScore,
     RoutingConfig,
-    choose_decode,
     choose_prefill,
     deciding_terms,
 )
@@ -84,50 +82,36 @@ class Router:
         self, model: ModelFacts, context: Context, match: directory_pb2.Match, excluded: Mapping[str, str]
     ) -> PrefillDecision:
         """Equation 7 over the nodes of a model. `excluded` says per node why the request must not go there."""
-        depths = {depth.node_id: depth for depth in match.nodes}
         runs = self._readable(match)
-        nodes = []
-        for node in self._serving(model):
-            depth = depths.get(node.node_id, directory_pb2.NodeMatch())
-            nodes.append(
-                PrefillNode(
-                    node.node_id,
-                    self._cluster.role(node),
-                    node.ready,
-                    node.wait_s,
-                    node.new_tokens_per_iteration,
-                    node.prefill_coefficients,
-                    node.registration.kv_bytes_per_token,
-                    unacknowledged=node.unacknowledged,
-                    l1_blocks=depth.l1_blocks,
-                    any_blocks=depth.any_blocks,
-                    fetchable_blocks=fetchable_blocks(runs, node.node_id, depth.any_blocks),
-                    fetch_tokens_per_s=node.status.fetch_tokens_per_s,
-                    fetch_backlog_tokens=node.fetch_backlog_tokens,
-                    room_tokens=node.room_tokens,
-                    excluded=excluded.get(node.node_id, ""),
-                )
-            )
+        nodes = (picture for _, picture in self._pictures(model, match, runs, excluded))
         decision = choose_prefill(replace(context, spare_share=spare_share(runs)), nodes, self._config)
         self._metrics.chosen(decision.chosen is not None, deciding_terms(decision, self._config))
         return decision
 
-    def decode(self, model: ModelFacts, context: Context, excluded: Mapping[str, str]) -> DecodeDecision:
-        """The decode node: most room, then the shortest iteration."""
-        nodes = [
+    def decode(
+        self,
+        model: ModelFacts,
+        context: Context,
+        match: directory_pb2.Match,
+        prefill_node_id: str,
+        excluded: Mapping[str, str],
+    ) -> DecodeDecision:
+        """The decode node of a context that was prefilled on `prefill_node_id`."""
+        runs = self._readable(match)
+        rate = self._fetch_tokens_per_s()
+        nodes = (
             DecodeNode(
-                node.node_id,
-                self._cluster.role(node),
-                node.ready,
+                replace(picture, fetch_tokens_per_s=picture.fetch_tokens_per_s or rate),
                 node.slots_free,
-                node.status.decoding + len(node.reserving),
-                node.status.decode_context_tokens,
+                node.decoding,
+                node.decode_context_tokens,
+                node.decode_memory_tokens,
                 node.decode_coefficients,
-                excluded=excluded.get(node.node_id, ""),
+                prefilled_here=node.node_id == prefill_node_id,
             )
-            for node in self._serving(model)
-        ]
-        return choose_decode(context, nodes)
+            for node, picture in self._pictures(model, match, runs, excluded)
+        )
+        return choose_decode(replace(context, spare_share=spare_share(runs)), nodes, self._config)
 
     def holders(self, match: directory_pb2.Match, score: PrefillScore, own_blocks: int) -> list[node_agent_pb2.Holder]:
         """Whom the chosen node fetches the blocks it lacks from."""
@@ -146,6 +130,40 @@ class Router:
             )
             for hint in hints
         ]
+
+    def _pictures(
+        self, model: ModelFacts, match: directory_pb2.Match, runs: Sequence[HeldRun], excluded: Mapping[str, str]
+    ) -> Iterator[tuple[Node, PrefillNode]]:
+        """The nodes of a model, and what is known of each and of what it holds of the context that `match` is of."""
+        depths = {depth.node_id: depth for depth in match.nodes}
+        for node in self._serving(model):
+            depth = depths.get(node.node_id, directory_pb2.NodeMatch())
+            yield (
+                node,
+                PrefillNode(
+                    node.node_id,
+                    self._cluster.role(node),
+                    node.ready,
+                    node.wait_s,
+                    node.new_tokens_per_iteration,
+                    node.prefill_coefficients,
+                    node.registration.kv_bytes_per_token,
+                    unacknowledged=node.unacknowledged,
+                    l1_blocks=depth.l1_blocks,
+                    any_blocks=depth.any_blocks,
+                    fetchable_blocks=fetchable_blocks(runs, node.node_id, depth.any_blocks),
+                    fetch_tokens_per_s=node.status.fetch_tokens_per_s,
+                    fetch_backlog_tokens=node.fetch_backlog_tokens,
+                    room_tokens=node.room_tokens,
+                    excluded=excluded.get(node.node_id, ""),
+                ),
+            )
+
+    def _fetch_tokens_per_s(self) -> float:
+        """What reads bring where somebody has measured it, the mean; 0: nobody has. Decode nodes read nothing."""
+        rates = [node.status.fetch_tokens_per_s for node in self._cluster.nodes.values()]
+        known = [rate for rate in rates if rate > 0]
+        return sum(known) / len(known) if known else 0.0
 
     def _readable(self, match: directory_pb2.Match) -> list[HeldRun]:
         """Who holds which blocks, as far as they can be read now."""

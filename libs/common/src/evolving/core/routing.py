@@ -1,4 +1,4 @@
-"""Where a request goes: equation 7 for prefill, room for decode. Pure: candidates are scored, then one is picked.
+"""Where a request is prefilled: equation 7 (§4.4). Pure: candidates are scored, then one is picked.
 
 A decision keeps every candidate with its terms, so that a log line or a test can say why.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from evolving.core.config import FetchRule
 from evolving.core.terms import Role
-from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
+from evolving.core.timemodel import PrefillCoefficients
 from evolving.core.work import PrefillWork, queue_service_s, service_s
 
 
@@ -24,10 +24,12 @@ class RoutingConfig:
     fetch_fixed_s: float = 0.001  # a fetch's cost before its first byte, seconds
     fetch: FetchRule = FetchRule.SOONER
     tie_share: float = 0.05  # nodes within this share of the best predicted time tie (paper, section 4.4)
+    output_tokens: float = 400.0  # expected of a request; coding agents were recorded with means of 300 to 500
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.fetch_bytes_per_s) or self.fetch_bytes_per_s <= 0:
-            raise ValueError(f"fetch_bytes_per_s must be finite and positive, got {self.fetch_bytes_per_s}")
+        for name, value in {"fetch_bytes_per_s": self.fetch_bytes_per_s, "output_tokens": self.output_tokens}.items():
+            if not math.isfinite(value) or value <= 0:
+                raise ValueError(f"{name} must be finite and positive, got {value}")
         for name, value in {"fetch_fixed_s": self.fetch_fixed_s, "tie_share": self.tie_share}.items():
             if not math.isfinite(value) or value < 0:
                 raise ValueError(f"{name} must be finite and >= 0, got {value}")
@@ -50,16 +52,21 @@ class Context:
     block_tokens: int
     pool_blocks: int = 0  # leading blocks that have a copy on some node
     spare_share: float = 0.0  # of its held blocks, those on two nodes or more: what is taken to hold of others too
+    output_tokens_max: float = math.inf  # most it may still generate
 
     @property
     def pool_tokens(self) -> int:
         """Tokens that could be reused wherever the request goes; the last is always computed."""
         return min(self.pool_blocks * self.block_tokens, max(0, self.tokens - 1))
 
+    def lacking_tokens(self, held_blocks: int) -> int:
+        """Tokens in full blocks after the first `held_blocks`: what a node that holds those has yet to store."""
+        return max(0, self.tokens // self.block_tokens - held_blocks) * self.block_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillNode:
-    """What a gateway knows of a node that could prefill."""
+    """What a gateway knows of a node that could prefill, as every node can."""
 
     node_id: str
     role: Role
@@ -100,9 +107,14 @@ class PrefillScore:
         return max(self.wait_s, self.fetch_s)
 
     @property
+    def ttft_s(self) -> float:
+        """max(W_n, F_n) + S_n: predicted time to first token."""
+        return self.ready_s + self.service_s
+
+    @property
     def total_s(self) -> float:
-        """T̂_n = max(W_n, F_n) + S_n + dup_n: predicted time to first token (equation 7)."""
-        return self.ready_s + self.service_s + self.duplicate_s
+        """T̂_n = max(W_n, F_n) + S_n + dup_n: that, and the later work it causes (equation 7)."""
+        return self.ttft_s + self.duplicate_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,35 +127,40 @@ class PrefillDecision:
 
 
 def choose_prefill(context: Context, nodes: Iterable[PrefillNode], config: RoutingConfig) -> PrefillDecision:
-    """Pick the prefill node with the least predicted time to first token (equation 7).
+    """Pick the prefill node with the least predicted time to first token and later work (equation 7).
 
     Nodes of the PREFILL or MIXED role are candidates; where none of them can serve, any other live node that isn't
-    draining is. Nodes within `tie_share` of the best tie, and a hash of request and node breaks the tie, so that
-    several gateways with the same picture do not all choose the same node.
+    draining is. Nodes whose total exceeds the best one's by at most `tie_share` of its time to first token tie: the
+    prediction is no better than that. Of these the least dup_n wins, then a hash of request and node, so that several
+    gateways with the same picture do not all choose the same node.
     """
     nodes = sorted(nodes, key=lambda node: node.node_id)
-    serving, borrowed = _eligible_ids(((n.node_id, n.role, n.ready, n.excluded) for n in nodes), Role.PREFILL)
+    serving, borrowed = eligible_ids(nodes, Role.PREFILL)
     scores = tuple(
         score_prefill(context, node, config)
         if node.node_id in serving
-        else PrefillScore(node.node_id, False, _why_not(node.role, node.ready, node.excluded))
+        else PrefillScore(node.node_id, False, why_not(node))
         for node in nodes
     )
     eligible = [score for score in scores if score.eligible]
     if not eligible:
         return PrefillDecision(None, scores, "no live node can prefill")
-    best_s = min(score.total_s for score in eligible)
-    tied = [score for score in eligible if score.total_s <= best_s * (1.0 + config.tie_share)]
-    chosen = min(tied, key=lambda score: _tie_key(context.request_id, score.node_id))
-    reason = "least predicted time to first token" if len(tied) == 1 else f"hash among {len(tied)} that tie"
-    if borrowed:
-        reason += "; no node has the phase, one of the other serves it"
-    return PrefillDecision(chosen, scores, reason)
+    best = min(eligible, key=lambda score: score.total_s)
+    tied = [score for score in eligible if score.total_s <= best.total_s + config.tie_share * best.ttft_s]
+    least_s = min(score.duplicate_s for score in tied)
+    equal = [score for score in tied if score.duplicate_s == least_s]
+    chosen = min(equal, key=lambda score: tie_key(context.request_id, score.node_id))
+    reason = "least predicted time to first token"
+    if len(equal) > 1:
+        reason = f"hash among {len(equal)} that tie"
+    elif len(tied) > 1:
+        reason = f"evicts least among {len(tied)} that tie"
+    return PrefillDecision(chosen, scores, reason + (BORROWED if borrowed else ""))
 
 
 _OTHER_TOTALS: dict[str, Callable[[PrefillScore], float]] = {
     "fetch": lambda score: score.free_fetch_total_s,
-    "duplicate": lambda score: score.ready_s + score.service_s,
+    "duplicate": lambda score: score.ttft_s,
     "all_but_wait": lambda score: score.wait_s,
 }
 
@@ -226,33 +243,37 @@ def fetch_s(tokens: int, node: PrefillNode, config: RoutingConfig) -> float:
     """
     if tokens == 0:
         return 0.0
-    return config.fetch_fixed_s + (node.fetch_backlog_tokens + tokens) * _fetch_token_s(node, config)
+    return config.fetch_fixed_s + (node.fetch_backlog_tokens + tokens) * fetch_token_s(node, config)
+
+
+def evicted_tokens(context: Context, node: PrefillNode) -> float:
+    """Tokens counted by a branch that leave the node's host memory for this context: what it lacks beyond its room."""
+    return max(0.0, context.lacking_tokens(node.any_blocks) - node.room_tokens)
 
 
 def duplicate_s(context: Context, node: PrefillNode, config: RoutingConfig) -> float:
-    """dup_n: seconds of later work expected because duplicates of this context drive other KV out of the node.
+    """dup_n: seconds of later work expected because this context drives other KV out of the node.
 
-    The node will store the whole context, whether it fetches or computes what it lacks. Of what it lacks, blocks that
-    lie elsewhere too become duplicates; the new ones must be stored wherever the request goes, and have the first
-    claim to the room: `room_tokens`, free or counted by no branch. Duplicates beyond what is left of it evict as many
-    counted tokens: a live branch goes on with each of them, so each is expected to be missed once. Where another node
-    has it, missing it costs the cheaper of a fetch and computing; else computing, at the marginal cost of a token at
-    the end of a context as long as this one, for the ends of contexts are evicted first. How many lie elsewhere is
-    not known of what will be evicted; `spare_share` of this context stands for it.
+    The node will store all it lacks of the context, fetched or computed: duplicates of what lies elsewhere and new
+    tokens alike. New ones have to be stored somewhere, but where decides what goes: a node with `room_tokens`, free or
+    counted by no branch, loses nothing by them. Beyond its room each token stored evicts a counted one. A live branch
+    goes on with each of those, so each is expected to be missed once. Where another node has it, missing it costs the
+    cheaper of a fetch and computing; else computing, at the marginal cost of a token at the end of a context as long
+    as this one, for the ends of contexts are evicted first. How many lie elsewhere is not known of what will be
+    evicted; `spare_share` of this context stands for it.
+
+    What every candidate would evict alike is in all their totals and decides nothing.
     """
-    duplicate_tokens = max(0, context.pool_blocks - node.any_blocks) * context.block_tokens
-    new_tokens = max(0, context.tokens - context.pool_blocks * context.block_tokens)
-    evicted_tokens = max(0.0, duplicate_tokens - max(0.0, node.room_tokens - new_tokens))
     coefficients = node.coefficients
     fixed_s = coefficients.c0_s / node.new_tokens_per_iteration
     compute_token_s = fixed_s + coefficients.c1_s + coefficients.c2_s * context.tokens
     fetches = config.fetch is not FetchRule.NEVER
-    again_token_s = min(compute_token_s, _fetch_token_s(node, config)) if fetches else compute_token_s
+    again_token_s = min(compute_token_s, fetch_token_s(node, config)) if fetches else compute_token_s
     spare = context.spare_share
-    return evicted_tokens * (spare * again_token_s + (1.0 - spare) * compute_token_s)
+    return evicted_tokens(context, node) * (spare * again_token_s + (1.0 - spare) * compute_token_s)
 
 
-def _fetch_token_s(node: PrefillNode, config: RoutingConfig) -> float:
+def fetch_token_s(node: PrefillNode, config: RoutingConfig) -> float:
     """Seconds a token takes to fetch."""
     if node.fetch_tokens_per_s > 0:
         return 1.0 / node.fetch_tokens_per_s
@@ -261,88 +282,30 @@ def _fetch_token_s(node: PrefillNode, config: RoutingConfig) -> float:
 
 def _tokens_within(wait_s: float, node: PrefillNode, config: RoutingConfig) -> int:
     """Most tokens whose F_n is at most `wait_s`."""
-    token_s = _fetch_token_s(node, config)
+    token_s = fetch_token_s(node, config)
     spare_s = wait_s - config.fetch_fixed_s - node.fetch_backlog_tokens * token_s
     return int(min(spare_s / token_s, 1e9)) if spare_s > 0 and token_s > 0 else 0
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeNode:
-    """What a gateway knows of a node that could decode."""
-
-    node_id: str
-    role: Role
-    ready: bool
-    slots_free: int  # requests it could take now, the gateway's own unacknowledged ones taken off
-    decoding: int  # B
-    context_tokens: int  # summed over its batch
-    coefficients: DecodeCoefficients  # equation 2 on this node
-    excluded: str = ""
+BORROWED = "; no node has the phase, one of the other serves it"
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeScore:
-    """One candidate for decode."""
-
-    node_id: str
-    eligible: bool
-    reason: str
-    slots_free: int = 0
-    iteration_s: float = 0.0  # T_D(B + 1) with this request in the batch
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeDecision:
-    """The node chosen for decode; None when no node can take the request."""
-
-    chosen: DecodeScore | None
-    candidates: tuple[DecodeScore, ...]
-    reason: str
-
-
-def choose_decode(context: Context, nodes: Iterable[DecodeNode]) -> DecodeDecision:
-    """Pick the decode node with the most free slots, then the least T_D(B + 1), then by hash.
-
-    A full node stays a candidate: the KV waits on the prefill node until it has room. Nodes of the DECODE or MIXED
-    role are candidates; where none of them can serve, any other live node that isn't draining is.
-    """
-    nodes = sorted(nodes, key=lambda node: node.node_id)
-    serving, borrowed = _eligible_ids(((n.node_id, n.role, n.ready, n.excluded) for n in nodes), Role.DECODE)
-    scores = []
-    for node in nodes:
-        if node.node_id not in serving:
-            scores.append(DecodeScore(node.node_id, False, _why_not(node.role, node.ready, node.excluded)))
-            continue
-        iteration_s = node.coefficients.decode_iteration_s(node.decoding + 1, node.context_tokens + context.tokens)
-        reason = "has room" if node.slots_free > 0 else "full"
-        scores.append(DecodeScore(node.node_id, True, reason, node.slots_free, iteration_s))
-    eligible = [score for score in scores if score.eligible]
-    if not eligible:
-        return DecodeDecision(None, tuple(scores), "no live node can decode")
-    chosen = min(
-        eligible,
-        key=lambda score: (-score.slots_free, score.iteration_s, _tie_key(context.request_id, score.node_id)),
-    )
-    reason = "most room, then the shortest iteration"
-    if borrowed:
-        reason += "; no node has the phase, one of the other serves it"
-    return DecodeDecision(chosen, tuple(scores), reason)
-
-
-def _eligible_ids(nodes: Iterable[tuple[str, Role, bool, str]], phase: Role) -> tuple[set[str], bool]:
+def eligible_ids(nodes: Iterable[PrefillNode], phase: Role) -> tuple[set[str], bool]:
     """Ids that may serve `phase`, and whether they had to be borrowed from the other one."""
-    live = [(node_id, role) for node_id, role, ready, excluded in nodes if ready and not excluded]
-    with_phase = {node_id for node_id, role in live if role in (phase, Role.MIXED)}
+    live = [node for node in nodes if node.ready and not node.excluded]
+    with_phase = {node.node_id for node in live if node.role in (phase, Role.MIXED)}
     if with_phase:
         return with_phase, False
-    return {node_id for node_id, role in live if role is not Role.DRAINING}, True
+    return {node.node_id for node in live if node.role is not Role.DRAINING}, True
 
 
-def _why_not(role: Role, ready: bool, excluded: str) -> str:
-    if excluded:
-        return excluded
-    return f"role {role.name.lower()}" if ready else "not ready"
+def why_not(node: PrefillNode) -> str:
+    """Why a node is not eligible."""
+    if node.excluded:
+        return node.excluded
+    return f"role {node.role.name.lower()}" if node.ready else "not ready"
 
 
-def _tie_key(request_id: str, node_id: str) -> bytes:
+def tie_key(request_id: str, node_id: str) -> bytes:
+    """A hash of both, to pick by among equals."""
     return hashlib.blake2b(f"{request_id}\x00{node_id}".encode(), digest_size=8).digest()
