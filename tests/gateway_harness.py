@@ -61,6 +61,7 @@ class Script:
     """How a scripted node behaves; tests change it while it runs."""
 
     take: asyncio.Event = field(default_factory=asyncio.Event)  # set: queued legs are taken
+    start: asyncio.Event = field(default_factory=asyncio.Event)  # set: decode legs that have reserved start
     requotes: int = 0  # legs answered with requote, where the gateway allows it
     requote_wait_s: float = 5.0
     refuse_prefill: ErrorDetail | None = None
@@ -86,6 +87,7 @@ class ScriptedNode(node_agent_pb2_grpc.NodeAgentServiceServicer):
         self.node_id = node_id
         self.script = Script()
         self.script.take.set()
+        self.script.start.set()
         self.status = node_agent_pb2.WatchStatusResponse(
             node_id=node_id, incarnation=f"{node_id}-1", role=common_pb2.ROLE_MIXED, ready=True, decode_slots_free=8
         )
@@ -209,6 +211,7 @@ class ScriptedNode(node_agent_pb2_grpc.NodeAgentServiceServicer):
             if script.refuse_decode:
                 await abort_with(context, script.refuse_decode)
             yield node_agent_pb2.DecodeResponse(reserved=node_agent_pb2.DecodeReserved(), epoch=self.status.epoch)
+            await script.start.wait()
             yield node_agent_pb2.DecodeResponse(started=node_agent_pb2.DecodeStarted(transfer_s=0.0625))
             ids = bytes_ids(request.token_ids)
             prompt = len(ids) - request.generated_tokens

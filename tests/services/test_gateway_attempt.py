@@ -16,7 +16,7 @@ from evolving.runtime.keys import encode
 from evolving.runtime.memory_store import MemoryStore
 from evolving.runtime.metrics import Metrics
 from evolving.v1 import gateway_pb2
-from evolving_gateway.attempt import Attempt, Job, LegFailed, Plan, Queued
+from evolving_gateway.attempt import Attempt, Job, LegFailed, NewTokens, Plan, Queued
 from evolving_gateway.metrics import GatewayMetrics
 from evolving_gateway.nodes import Cluster
 from evolving_gateway.router import NOWHERE, Router
@@ -26,9 +26,9 @@ PROMPT = list(range(1, 101))
 
 
 @asynccontextmanager
-async def attempt() -> AsyncIterator[tuple[Attempt, Cluster]]:
-    """An attempt on a node that takes nothing from its queue."""
-    node = ScriptedNode("n")
+async def attempt(node: ScriptedNode | None = None) -> AsyncIterator[tuple[Attempt, Cluster]]:
+    """An attempt on a node that takes nothing from its queue yet."""
+    node = node or ScriptedNode("n")
     node.script.take.clear()
     await node.start()
     async with MemoryStore(SystemClock()) as store:
@@ -72,3 +72,36 @@ async def test_a_node_that_leaves_keeps_its_channel_while_a_leg_runs() -> None:
         assert node.legs == 1
         await events.aclose()
         assert node.legs == 0
+
+
+async def test_a_decode_leg_counts_where_the_node_has_not_said_yet_that_it_runs() -> None:
+    scripted = ScriptedNode("n")
+    async with attempt(scripted) as (it, cluster), aclosing(it.run()) as events:
+        node = cluster.nodes["n"]
+        assert isinstance(await anext(events), Queued)
+        scripted.script.silent = True
+        scripted.script.start.clear()
+        scripted.script.pause_at = 2
+        scripted.script.take.set()
+        assert isinstance(await anext(events), NewTokens)
+        await eventually(lambda: any(leg.reserved for leg in node.landing.values()))
+        (leg,) = node.landing.values()
+        assert (leg.context_tokens, leg.stored_tokens, leg.started) == (len(PROMPT), 0, False), "prefilled here"
+        assert (node.decoding, node.slots_free) == (1, 7)
+        scripted.script.start.set()
+        await eventually(lambda: leg.started)
+        assert node.decoding == 1
+        scripted.script.silent = False
+        await eventually(lambda: not node.landing)
+
+
+async def test_a_decode_leg_that_ends_counts_no_more() -> None:
+    scripted = ScriptedNode("n")
+    async with attempt(scripted) as (it, cluster):
+        async with aclosing(it.run()) as events:
+            assert isinstance(await anext(events), Queued)
+            scripted.script.silent = True
+            scripted.script.pause_at = 2
+            scripted.script.take.set()
+            await eventually(lambda: bool(cluster.nodes["n"].landing))
+        assert not cluster.nodes["n"].landing

@@ -41,9 +41,9 @@ async def served(it: Bench) -> gateway_pb2.GenerateFinished:
     return await it.generate(PROMPT, sampling=ONE_TOKEN).all()
 
 
-async def decoded(it: Bench) -> gateway_pb2.GenerateFinished:
+async def decoded(it: Bench, tokens: int = 4) -> gateway_pb2.GenerateFinished:
     """The same, with something to decode."""
-    return await it.generate(PROMPT, sampling=gateway_pb2.Sampling(max_tokens=4)).all()
+    return await it.generate(PROMPT, sampling=gateway_pb2.Sampling(max_tokens=tokens)).all()
 
 
 async def test_a_node_says_what_its_fetches_take() -> None:
@@ -98,6 +98,27 @@ async def test_a_branch_is_decoded_where_its_copy_lies_while_that_node_has_a_slo
             assert (await decoded(it)).decode_node_id == node_id
         await tell(it, "d3", 1.0, decode_slots_free=0)
         assert (await decoded(it)).decode_node_id != "d3"
+
+
+async def test_what_sending_a_context_takes_is_by_what_reads_from_peers_took() -> None:
+    """Decode nodes read nothing themselves. One has the context and a longer batch; the other would get it sent."""
+    async with bench("p", "d1", "d2") as it:
+        await it.split(1, p="prefill", d1="decode", d2="decode")
+        it.directory.match = held_by("p", "d1")
+        for depth in it.directory.match.nodes:
+            depth.l1_blocks = BLOCKS
+        await tell(it, "d1", 0.1, decoding=4)
+        for wait_s, rate, decode_node_id in ((0.2, 1e3, "d1"), (0.3, 1e9, "d2")):
+            await tell(it, "p", wait_s, fetch_tokens_per_s=rate)
+            assert (await decoded(it, tokens=60)).decode_node_id == decode_node_id
+
+
+async def test_nothing_is_sent_where_a_request_was_prefilled() -> None:
+    """Nobody holds any of it before; the other node has more slots."""
+    async with bench("a", "b") as it:
+        await tell(it, "b", 0.5, decode_slots_free=99)
+        finished = await decoded(it)
+        assert (finished.prefill_node_id, finished.decode_node_id) == ("a", "a")
 
 
 async def test_without_fetches_kv_is_used_where_it_lies_or_computed() -> None:
