@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "deploy" / "local")
 from cluster import ClusterSpec, LocalCluster
 
 from evolving.core.blocks import chain_names, root_digest
+from evolving.core.contexts import Contexts
 from evolving.core.routing import Context
 from evolving.core.terms import NAME_BYTES
 from evolving.internal.v1 import directory_pb2, directory_pb2_grpc, node_agent_pb2, node_agent_pb2_grpc
@@ -36,7 +37,6 @@ from evolving.runtime.keys import Keys, NodeRegistration, encode
 from evolving.runtime.metrics import Metrics
 from evolving.v1 import common_pb2
 from evolving_gateway.beginning import Beginning
-from evolving_gateway.contexts import Contexts
 from evolving_gateway.directory import DirectoryClient
 from evolving_gateway.metrics import GatewayMetrics
 from evolving_gateway.nodes import Cluster, Node

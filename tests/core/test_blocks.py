@@ -96,6 +96,13 @@ def test_only_blocks_after_the_known_prefix_are_hashed(monkeypatch: pytest.Monke
     assert grown.blocks == 102
 
 
+@given(st.integers(0, 40), st.data())
+def test_a_context_knows_the_digest_before_each_block(blocks: int, data: st.DataObject) -> None:
+    tokens = pack(list(range(3 * blocks + 2)))
+    block = data.draw(st.integers(0, blocks))
+    assert hash_tokens(ROOT, tokens, 3).digest_before(block) == [ROOT, *chain(ROOT, tokens, 3)][block]
+
+
 def test_a_known_context_of_another_root_or_block_size_is_not_used() -> None:
     tokens = pack(list(range(100)))
     known = hash_tokens(ROOT, tokens, 10)

@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import WAIT_S
 
-from evolving.core.blocks import chain_names
+from evolving.core.blocks import chain_names, hash_tokens
+from evolving.core.contexts import Contexts
 from evolving.core.terms import NAME_BYTES, Phase, Role
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.core.work import query_key_pairs
-from evolving.internal.v1 import planner_pb2, planner_pb2_grpc
+from evolving.internal.v1 import node_agent_pb2, planner_pb2, planner_pb2_grpc
 from evolving.runtime.clock import SystemClock
 from evolving.runtime.keys import Keys, Split, encode
 from evolving.runtime.store import Versioned, WatchBatch
@@ -27,11 +28,12 @@ from evolving.runtime.tasks import end_tasks, first_of
 from evolving_node_agent import reports
 from evolving_node_agent.address import Address
 from evolving_node_agent.blocks import ContextBlocks
-from evolving_node_agent.engines.port import CachedTokens, EngineStatus
+from evolving_node_agent.engines.port import CachedTokens, EngineInfo, EngineStatus
 from evolving_node_agent.needs import NeedsMirror
 from evolving_node_agent.outbox import Entry, Outbox
 from evolving_node_agent.restart import RestartConfig, RestartPolicy
 from evolving_node_agent.roles import RoleWatch
+from evolving_node_agent.translate import prefill_job
 from evolving_node_agent.waits import LegSize, RestoredShare, new_tokens_per_iteration, wait_s
 from evolving_node_agent.work import WorkReporter, decode_sample, prefill_sample
 
@@ -54,6 +56,21 @@ def test_output_blocks_are_complete_when_their_kv_is(prompt: int, pieces: list[i
         with_kv = tokens[: at - 1].astype("<u4").tobytes()
         assert told == chain_names(root, with_kv, block)[: len(told)]
         assert len(told) // NAME_BYTES == max(prompt // block, (at - 1) // block)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.integers(0, 60), st.integers(1, 30)), max_size=8))
+def test_a_leg_knows_its_own_blocks_whatever_its_branch_sent_before(legs: list[tuple[str, int, int]]) -> None:
+    """A prompt goes on from what its branch sent before, leaves it midway, or belongs to no branch."""
+    info = EngineInfo("1", "m", "m/f32", 4, 1000, 1024, 2048, 4096, 8192, 8, 128, 64, "n:1", "n:2", 1)
+    contexts = Contexts(2_000)  # of few legs
+    last: dict[str, list[int]] = {}
+    for branch_id, kept, added in legs:
+        ids = [*last.get(branch_id, [])[:kept], *range(added)]
+        last[branch_id] = ids
+        data, root = np.array(ids, dtype="<u4").tobytes(), bytes(32)
+        request = node_agent_pb2.PrefillRequest(leg_id="l", branch_id=branch_id, token_ids=data, root=root)
+        job = prefill_job(request, info, contexts, 1.0, 1.0)
+        assert job.blocks == hash_tokens(root, data, 4)
 
 
 # -- counts

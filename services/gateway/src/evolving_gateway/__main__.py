@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from evolving.core.contexts import Contexts
 from evolving.runtime.log import get_logger
 from evolving.runtime.service import Service, run_service
 from evolving.runtime.settings import SettingsError
@@ -11,7 +12,6 @@ from evolving.runtime.settings_loader import load
 from evolving.runtime.store import Store
 from evolving.v1 import gateway_pb2_grpc
 from evolving_gateway.beginning import Beginning
-from evolving_gateway.contexts import Contexts
 from evolving_gateway.directory import DirectoryClient
 from evolving_gateway.known import KnownRequests
 from evolving_gateway.metrics import GatewayMetrics

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from evolving.core.blocks import HashedTokens, common_blocks, hash_tokens
+from evolving.core.contexts import Contexts
 from evolving.core.terms import NAME_BYTES
 from evolving.internal.v1 import directory_pb2
 from evolving.v1 import common_pb2
-from evolving_gateway.contexts import Contexts
 from evolving_gateway.directory import DirectoryClient
 from evolving_gateway.router import NOWHERE, ModelFacts
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from evolving.core.blocks import TOKEN_BYTES, chain, names_of
+from evolving.core.blocks import TOKEN_BYTES, HashedTokens, chain, hash_tokens, names_of
 from evolving_node_agent.engines.port import TokenIds
 
 
@@ -14,14 +14,14 @@ class ContextBlocks:
     A block counts as complete when all its tokens have KV; the last sampled token has none yet.
     """
 
-    def __init__(self, root: bytes, tokens: TokenIds, block_tokens: int) -> None:
+    def __init__(self, root: bytes, tokens: TokenIds, block_tokens: int, known: HashedTokens | None = None) -> None:
+        """known: the full blocks of `tokens`, where they are named already."""
+        blocks = known or hash_tokens(root, _bytes(tokens), block_tokens)
         self._block_tokens = block_tokens
-        data = tokens.astype("<u4", copy=False).tobytes()
-        digests = chain(root, data, block_tokens)
-        self._previous = digests[-1] if digests else root
-        self.names = names_of(digests)  # of the full blocks of `tokens`, 16 bytes each
-        self._count = len(digests)
-        self._tail = bytearray(data[self._count * block_tokens * TOKEN_BYTES :])
+        self._previous = blocks.last_digest
+        self.names = blocks.names  # of the full blocks of `tokens`, 16 bytes each
+        self._count = blocks.blocks
+        self._tail = bytearray(_bytes(tokens[self._count * block_tokens :]))
         self._pending = b""  # sampled last, without KV
 
     def sampled(self, ids: TokenIds) -> tuple[int, bytes]:
@@ -29,7 +29,7 @@ class ContextBlocks:
         all it completes, 16 bytes each (often none)."""
         first = self._count
         self._tail += self._pending
-        data = np.asarray(ids, dtype="<u4").tobytes()
+        data = _bytes(np.asarray(ids))
         self._tail += data[:-TOKEN_BYTES]
         self._pending = data[-TOKEN_BYTES:]
         digests = chain(self._previous, bytes(self._tail), self._block_tokens)
@@ -38,3 +38,7 @@ class ContextBlocks:
             self._count += len(digests)
             del self._tail[: len(digests) * self._block_tokens * TOKEN_BYTES]
         return first, names_of(digests)
+
+
+def _bytes(ids: TokenIds) -> bytes:
+    return ids.astype("<u4", copy=False).tobytes()

@@ -83,9 +83,9 @@ class PrefillRun:
         ref = _ref(self._request)
         if ref is None:
             return
-        prompt = job.tokens[: len(job.tokens) - job.generated]
-        names = ContextBlocks(job.root, prompt, self._node.info.block_tokens).names
-        blocks = len(names) // NAME_BYTES
+        block_tokens = self._node.info.block_tokens
+        blocks = (len(job.tokens) - job.generated) // block_tokens
+        names = ContextBlocks(job.root, job.tokens, block_tokens, job.blocks).names[: blocks * NAME_BYTES]
         self._directory.tell(ref, reports.landed(ref, Phase.PREFILL, blocks), names[-NAME_BYTES:])
         if event.finish is not None:
             self._directory.tell(ref, reports.done(ref))
@@ -107,7 +107,7 @@ class DecodeRun:
         self._directory = directory
         self._work = work
         self._ref = _ref(request)
-        self._blocks = ContextBlocks(job.root, job.tokens, node.info.block_tokens)
+        self._blocks = ContextBlocks(job.root, job.tokens, node.info.block_tokens, job.blocks)
         self._prompt_blocks = (len(job.tokens) - job.generated) // node.info.block_tokens
         self._started_s = 0.0
         self._output_tokens = 0

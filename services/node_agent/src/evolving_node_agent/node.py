@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 
+from evolving.core.contexts import Contexts
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.internal.v1 import node_agent_pb2
 from evolving.runtime.clock import Clock
@@ -21,6 +22,7 @@ from evolving_node_agent.waits import LegSize, RestoredShare, new_tokens_per_ite
 
 PUSH_MIN_S = 0.05  # between two pushes to one watcher
 PUSH_MAX_S = 1.0  # without a change
+_CONTEXTS_BYTES = 48 << 20  # of branches' last contexts: some hundred of 100,000 tokens
 
 
 class Node:
@@ -44,6 +46,7 @@ class Node:
         self.registered = False
         self.waiting: dict[str, LegSize] = {}  # prefill legs not taken yet
         self.running: dict[str, LegSize] = {}  # prefill legs taken and not prefilled
+        self.contexts = Contexts(_CONTEXTS_BYTES)
         self._restored_share = RestoredShare()
         self._fetch_rate = FetchRate()
         self._info: EngineInfo | None = None
@@ -113,11 +116,11 @@ class Node:
         self._restored_share.add(cached)
         self.notify()
 
-    def wait_s(self) -> float:
-        """W_n now."""
+    def wait_s(self, status: EngineStatus | None = None) -> float:
+        """W_n now. status: the engine's newest, where the caller has it at hand."""
         chunk_tokens = self._info.chunk_tokens if self._info is not None else 1
         return wait_s(
-            self.engine.status(),
+            status or self.engine.status(),
             self.waiting,
             self.running,
             self.prefill_coefficients,
@@ -170,7 +173,7 @@ class Node:
         response.MergeFrom(
             node_agent_pb2.WatchStatusResponse(
                 incarnation=info.incarnation,
-                wait_s=self.wait_s(),
+                wait_s=self.wait_s(status),
                 queued_legs=len(self.waiting),
                 queued_tokens=sum(status.queued.values()),
                 prefilling_legs=len(status.prefilling),

@@ -42,7 +42,7 @@ class NodeAgentService(node_agent_pb2_grpc.NodeAgentServiceServicer):
         self._check(request.partition_id)
         node, settings = self._node, self._settings
         node.roles.heard(request.epoch)
-        job = prefill_job(request, node.info, settings.fetch_deadline_s, settings.keep_s)
+        job = prefill_job(request, node.info, node.contexts, settings.fetch_deadline_s, settings.keep_s)
         if not 0 <= request.quoted_wait_s < math.inf:
             raise InvalidRequest(f"quoted_wait_s must be finite and not negative, got {request.quoted_wait_s}")
         if request.leg_id in node.waiting or request.leg_id in node.running:
@@ -74,7 +74,7 @@ class NodeAgentService(node_agent_pb2_grpc.NodeAgentServiceServicer):
         self._check(request.partition_id)
         node = self._node
         node.roles.heard(request.epoch)
-        job = decode_job(request, node.info, self._settings.reserve_deadline_s)
+        job = decode_job(request, node.info, node.contexts, self._settings.reserve_deadline_s)
         run = DecodeRun(request, job, node, self._directory, self._work)
         events = cast("AsyncGenerator[DecodeEvent, None]", node.engine.decode(job))
         try:

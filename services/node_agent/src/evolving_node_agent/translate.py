@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 from google.protobuf.message import Message
 
-from evolving.core.blocks import DIGEST_BYTES, TOKEN_BYTES, split_names
+from evolving.core.blocks import DIGEST_BYTES, TOKEN_BYTES, HashedTokens, hash_tokens, split_names
+from evolving.core.contexts import Contexts
 from evolving.core.terms import NAME_BYTES
 from evolving.internal.v1 import node_agent_pb2
 from evolving.runtime.errors import InvalidRequest
@@ -39,10 +40,11 @@ FINISH_REASONS: Mapping[FinishReason, gateway_pb2.FinishReason.ValueType] = {
 
 
 def prefill_job(
-    request: node_agent_pb2.PrefillRequest, info: EngineInfo, fetch_deadline_s: float, keep_s: float
+    request: node_agent_pb2.PrefillRequest, info: EngineInfo, contexts: Contexts, fetch_deadline_s: float, keep_s: float
 ) -> PrefillJob:
     """The job of a prefill call. Raises InvalidRequest."""
-    tokens = _tokens(request.token_ids, request.generated_tokens, info)
+    data = request.token_ids
+    tokens = _tokens(data, request.generated_tokens, info)
     _check_ids(request)
     if len(request.holders) > _MAX_HOLDERS:
         raise InvalidRequest(f"{len(request.holders)} holders; at most {_MAX_HOLDERS} are taken")
@@ -51,18 +53,22 @@ def prefill_job(
         transfer_id=request.transfer_id,
         tokens=tokens,
         generated=request.generated_tokens,
-        root=_root(request.root),
+        root=(root := _root(request.root)),
         sampling=sampling(request.sampling, request.generated_tokens),
         priority=request.priority,
         holders=tuple(_holder(each) for each in request.holders),
         fetch_deadline_s=fetch_deadline_s,
         keep_s=keep_s,
+        blocks=_blocks(request, root, data, info, contexts),
     )
 
 
-def decode_job(request: node_agent_pb2.DecodeRequest, info: EngineInfo, default_deadline_s: float) -> DecodeJob:
+def decode_job(
+    request: node_agent_pb2.DecodeRequest, info: EngineInfo, contexts: Contexts, default_deadline_s: float
+) -> DecodeJob:
     """The job of a decode call. Raises InvalidRequest."""
-    tokens = _tokens(request.token_ids, request.generated_tokens, info)
+    data = request.token_ids
+    tokens = _tokens(data, request.generated_tokens, info)
     _check_ids(request)
     if not request.source_address:
         raise InvalidRequest("source_address is empty")
@@ -75,11 +81,12 @@ def decode_job(request: node_agent_pb2.DecodeRequest, info: EngineInfo, default_
         transfer_id=request.transfer_id,
         tokens=tokens,
         generated=request.generated_tokens,
-        root=_root(request.root),
+        root=(root := _root(request.root)),
         sampling=sampling(request.sampling, request.generated_tokens),
         source_node_id=request.source_node_id,
         source_address=request.source_address,
         reserve_deadline_s=deadline_s or default_deadline_s,
+        blocks=_blocks(request, root, data, info, contexts),
     )
 
 
@@ -138,6 +145,21 @@ def _tokens(data: bytes, generated: int, info: EngineInfo) -> TokenIds:
         at = int(np.argmax(tokens))
         raise InvalidRequest(f"id {largest} at position {at} is outside the vocabulary of {info.vocab_size}")
     return tokens
+
+
+def _blocks(
+    request: node_agent_pb2.PrefillRequest | node_agent_pb2.DecodeRequest,
+    root: bytes,
+    data: bytes,
+    info: EngineInfo,
+    contexts: Contexts,
+) -> HashedTokens:
+    """The full blocks of the request's tokens, hashed on from what is known of its branch."""
+    if not request.branch_id:
+        return hash_tokens(root, data, info.block_tokens)
+    blocks = hash_tokens(root, data, info.block_tokens, contexts.get(request.tenant, request.branch_id))
+    contexts.keep(request.tenant, request.branch_id, blocks)
+    return blocks
 
 
 def _root(data: bytes) -> bytes:

@@ -83,6 +83,16 @@ class HashedTokens:
         """Number of full blocks."""
         return len(self.names) // NAME_BYTES
 
+    def digest_before(self, block: int) -> bytes:
+        """The digest that block `block` follows, at most one past the last; 32 bytes."""
+        if block == self.blocks:
+            return self.last_digest
+        kept = block - block % _CHECKPOINT_BLOCKS
+        previous = self.checkpoints[kept // _CHECKPOINT_BLOCKS]
+        block_bytes = self.block_tokens * TOKEN_BYTES
+        digests = chain(previous, self.tokens[kept * block_bytes : block * block_bytes], self.block_tokens)
+        return digests[-1] if digests else previous
+
 
 def hash_tokens(root: bytes, tokens: bytes, block_tokens: int, known: HashedTokens | None = None) -> HashedTokens:
     """Hash the full blocks of a context, going on from `known` as far as the two agree.

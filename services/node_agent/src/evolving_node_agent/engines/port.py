@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from evolving.core import terms
+from evolving.core.blocks import HashedTokens
 
 Tier = terms.Tier
 TokenIds = npt.NDArray[np.uint32]
@@ -75,6 +76,7 @@ class PrefillJob:
     holders: tuple[Holder, ...] = ()
     fetch_deadline_s: float = 5.0  # how long the leg is held up for it at most; what has not come then is computed
     keep_s: float = 30.0  # how long computed KV waits for a decode leg before it is dropped
+    blocks: HashedTokens | None = None  # the full blocks of `tokens`, where they are named already
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,7 @@ class DecodeJob:
     source_node_id: str
     source_address: str  # EngineInfo.transfer_address of the prefill node
     reserve_deadline_s: float = 30.0  # no room by then: NoRoom
+    blocks: HashedTokens | None = None  # as in the prefill leg
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from evolving.core.blocks import chain
+from evolving.core.blocks import chain, hash_tokens, split_names
 from evolving.core.pool_runs import Use
 from evolving.core.terms import NAME_BYTES
 from evolving_node_agent.engines.mock.cache import BlockCache
 from evolving_node_agent.engines.mock.config import MockConfig
 from evolving_node_agent.engines.mock.model import ContextState, block_kv, partial_kv
-from evolving_node_agent.engines.port import Tier, TokenIds
+from evolving_node_agent.engines.port import DecodeJob, PrefillJob, Tier
 
 
 class ContextKv:
@@ -22,14 +22,15 @@ class ContextKv:
     Where KV isn't verified no bytes are made, and the next token comes from names instead of KV.
     """
 
-    def __init__(self, cache: BlockCache, config: MockConfig, use: Use, root: bytes, tokens: TokenIds) -> None:
+    def __init__(self, cache: BlockCache, config: MockConfig, use: Use, job: PrefillJob | DecodeJob) -> None:
         self._cache = cache
         self._use = use
         self._config = config
-        self._root = root
-        self._tokens = tokens
-        self._digests = chain(root, tokens.astype("<u4").tobytes(), config.block_tokens)
-        self.names = [digest[:NAME_BYTES] for digest in self._digests]  # of the full blocks of `tokens`
+        self._tokens = job.tokens
+        self._given = job.blocks or hash_tokens(job.root, job.tokens.astype("<u4").tobytes(), config.block_tokens)
+        self._grown: list[bytes] = []  # digests of blocks that decoding filled
+        self._before = job.root  # the digest that what comes after the last full block follows
+        self.names = split_names(self._given.names)  # of the full blocks of `tokens`, then of those
         self._blocks = 0  # leading ones that are here, kept for the leg
         self._own = 0  # blocks' worth of room that is no block yet
         self._tail: list[int] = []  # tokens with KV after the last full block
@@ -94,11 +95,12 @@ class ContextKv:
         """Decode computed the KV of one more token."""
         self._tail.append(token)
         if len(self._tail) < self._config.block_tokens:
-            self._set_tail(self._tail)
+            if self._config.verify_kv:
+                self._set_tail(self._tail)
             return
         block = np.array(self._tail, dtype="<u4").tobytes()
-        self._digests += chain(self._before, block, self._config.block_tokens)
-        self.names.append(self._digests[-1][:NAME_BYTES])
+        self._grown += chain(self._before, block, self._config.block_tokens)
+        self.names.append(self._grown[-1][:NAME_BYTES])
         self._set_tail([])
         self._commit(len(self.names), self._new_kv(self.names[-1:]))
 
@@ -123,10 +125,6 @@ class ContextKv:
         self._cache.pool.unlock(self.names, self._blocks, self._use)
         self._own = self._blocks = 0
         self._tail = []
-
-    @property
-    def _before(self) -> bytes:
-        return self._digests[self._blocks - 1] if self._blocks else self._root
 
     @property
     def _partial_page(self) -> bytes:
@@ -155,3 +153,5 @@ class ContextKv:
                 assert data is not None
                 self._state.add_block(data)
         self._blocks = last
+        grown = last - self._given.blocks
+        self._before = self._grown[grown - 1] if grown > 0 else self._given.digest_before(last)

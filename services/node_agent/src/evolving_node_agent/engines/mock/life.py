@@ -96,7 +96,7 @@ class Life:
         if self.transfers.get(job.transfer_id) is not None:
             raise Rejected(f"transfer id {job.transfer_id} is in use")
         self._order += 1
-        kv = ContextKv(self.cache, self.config, Use.PREFILL, job.root, job.tokens)
+        kv = ContextKv(self.cache, self.config, Use.PREFILL, job)
         reusable = (len(job.tokens) - 1) // self.config.block_tokens
         held = self.cache.pool.held(kv.names, reusable)
         fetching = LegFetch(offered(job, held, reusable), job.fetch_deadline_s)
@@ -124,7 +124,7 @@ class Life:
         """Take a decode leg. `pull` runs once it has room, `dismiss` if it ends before its KV is here. Raises Rejected,
         EngineDown."""
         self._check(job)
-        kv = ContextKv(self.cache, self.config, Use.DECODE, job.root, job.tokens)
+        kv = ContextKv(self.cache, self.config, Use.DECODE, job)
         leg = DecodeLeg(job, kv, generated_tokens(job), dismiss)
         self.legs[job.leg_id] = leg
         self._reserving.append(leg)

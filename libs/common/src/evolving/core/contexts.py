@@ -8,7 +8,7 @@ from evolving.core.blocks import HashedTokens
 
 
 class Contexts:
-    """Contexts the directory acknowledged, by tenant and branch, within a bound of memory."""
+    """By tenant and branch, within a bound of memory."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -31,7 +31,7 @@ class Contexts:
         return context
 
     def keep(self, tenant: str, branch_id: str, context: HashedTokens) -> None:
-        """The directory knows this to be the branch's context."""
+        """This is the branch's context from now on."""
         self.forget(tenant, branch_id)
         self._kept[tenant, branch_id] = context
         self._bytes += _size_bytes(context)
@@ -40,7 +40,7 @@ class Contexts:
             self._bytes -= _size_bytes(dropped)
 
     def forget(self, tenant: str, branch_id: str) -> None:
-        """The branch ended, or the directory doesn't know that context any more."""
+        """It will not be asked for again, or must not be gone on from."""
         dropped = self._kept.pop((tenant, branch_id), None)
         if dropped is not None:
             self._bytes -= _size_bytes(dropped)
