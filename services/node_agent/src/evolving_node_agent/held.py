@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from evolving.core.terms import ANCHOR_BLOCKS
 from evolving_node_agent.engines.port import Cleared, KvEvent, Stored, Tier
 
 RUN_BLOCKS_MAX = 256
+_depth = attrgetter("depth")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ class HeldTable:
                 announced.update(path)
             else:
                 path = self._path(head, _anchor(head.depth))
-            names = tuple(entry.name for entry in entries)
+            names = [entry.name for entry in entries]
             announced.update(names)
             yield Change(tier, True, Run(head.depth - len(path), (*path, *names), len(path)))
 
@@ -112,27 +114,28 @@ class HeldTable:
         if event.parent is not None and parent is None:
             self.unknown_parents += 1
             return
-        entries = []
+        entries, known, bit = [], self._entries, _bit(event.tier)
         for name in event.names:
-            entry = self._entries.get(name)
+            entry = known.get(name)
             if entry is None:
-                entry = _Entry(name, parent, parent.depth + 1 if parent is not None else 0)
-                self._entries[name] = entry
+                entry = known[name] = _Entry(name, parent, parent.depth + 1 if parent is not None else 0)
                 if parent is not None:
                     parent.children += 1
-            entry.tiers |= _bit(event.tier)
+            entry.tiers |= bit
             entries.append(entry)
             parent = entry
         yield from (self._change(event.tier, True, run) for run in _cut(entries))
 
     def _remove(self, tier: Tier, names: Sequence[bytes]) -> Iterator[Change]:
-        gone = [entry for name in names if (entry := self._entries.get(name)) is not None and entry.tiers & _bit(tier)]
+        known, bit = self._entries, _bit(tier)
+        gone = [entry for name in names if (entry := known.get(name)) is not None and entry.tiers & bit]
         self.unknown_removals += len(names) - len(gone)
-        gone.sort(key=lambda entry: entry.depth)
+        gone.sort(key=_depth)
         changes = [self._change(tier, False, run) for run in _runs(gone)]
         for entry in reversed(gone):
-            entry.tiers &= ~_bit(tier)
-            self._prune(entry)
+            entry.tiers &= ~bit
+            if not entry.tiers:
+                self._prune(entry)
         yield from changes
 
     def _clear(self, tier: Tier) -> Change:
@@ -151,14 +154,13 @@ class HeldTable:
 
     def _in_tier(self, tier: Tier) -> list[_Entry]:
         """Blocks of a tier, in order of depth."""
-        return sorted(
-            (entry for entry in self._entries.values() if entry.tiers & _bit(tier)), key=lambda entry: entry.depth
-        )
+        bit = _bit(tier)
+        return sorted([entry for entry in self._entries.values() if entry.tiers & bit], key=_depth)
 
     def _change(self, tier: Tier, stored: bool, entries: Sequence[_Entry]) -> Change:
         head = entries[0]
         path = self._path(head, _anchor(head.depth))
-        names = tuple(entry.name for entry in entries)
+        names = [entry.name for entry in entries]
         return Change(tier, stored, Run(head.depth - len(path), (*path, *names), len(path)))
 
     def _path(self, entry: _Entry, first_depth: int) -> list[bytes]:
@@ -186,15 +188,17 @@ def _runs(entries: Sequence[_Entry]) -> list[list[_Entry]]:
     """Cut blocks, in order of depth, into runs each of which is a path; at most RUN_BLOCKS_MAX long."""
     by_tail: dict[bytes, list[_Entry]] = {}
     done: list[list[_Entry]] = []
+    run: list[_Entry] = []  # the one that grew last, which nearly always grows next
     for entry in entries:
-        run = by_tail.pop(entry.parent.name, None) if entry.parent is not None else None
-        if run is not None and len(run) >= RUN_BLOCKS_MAX:
+        if not run or entry.parent is not run[-1]:
+            if run:
+                by_tail[run[-1].name] = run
+            run = by_tail.pop(entry.parent.name, []) if entry.parent is not None else []
+        if len(run) >= RUN_BLOCKS_MAX:
             done.append(run)
-            run = None
-        run = [] if run is None else run
+            run = []
         run.append(entry)
-        by_tail[entry.name] = run
-    return done + list(by_tail.values())
+    return [*done, *by_tail.values(), run] if run else []
 
 
 def _cut(entries: Sequence[_Entry]) -> Iterator[Sequence[_Entry]]:

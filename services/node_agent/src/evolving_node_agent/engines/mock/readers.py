@@ -9,7 +9,8 @@ from evolving_node_agent.engines.mock.cache import BlockCache
 from evolving_node_agent.engines.port import EngineStatus, KvEvent
 
 _STATUS_PERIOD_S = 1.0
-_STATUS_GAP_S = 0.005  # between two statuses at least: many iterations make one
+_STATUS_GAP_S = 0.05  # between two statuses at least: many iterations make one
+_KV_GAP_S = 0.003  # between two batches of KV events, likewise
 
 
 class KvReaders:
@@ -42,8 +43,17 @@ class KvReaders:
         queue.put_nowait(self._cache.snapshot())
         self._queues.add(queue)
         try:
-            while (events := await queue.get()) is not None:
-                yield events
+            while True:
+                waiting = [await queue.get()]
+                while not queue.empty():
+                    waiting.append(queue.get_nowait())
+                ended = waiting[-1] is None
+                batch = [event for events in waiting for event in events or ()]
+                if batch or not ended:
+                    yield batch
+                if ended:
+                    return
+                await asyncio.sleep(_KV_GAP_S)
         finally:
             self._queues.discard(queue)
 
