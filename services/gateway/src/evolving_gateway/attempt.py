@@ -122,6 +122,33 @@ class LegFailed(Exception):
         self.retry_after_s = retry_after_s
 
 
+class _Events:
+    """From both legs to the attempt; a role switch, or a bug, goes before what is queued."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[AttemptEvent | Exception | None] = asyncio.Queue(_EVENTS_MAX)
+        self._interrupt: Exception | None = None
+
+    async def put(self, event: AttemptEvent | Exception) -> None:
+        """Add one, once there is room."""
+        await self._queue.put(event)
+
+    def interrupt(self, error: Exception) -> None:
+        """Nothing but this is got from now on. The first one stays."""
+        if self._interrupt is None:
+            self._interrupt = error
+            if self._queue.empty():
+                self._queue.put_nowait(None)  # wakes who waits in `get`
+
+    async def get(self) -> AttemptEvent | Exception:
+        """The next event."""
+        event = await self._queue.get() if self._interrupt is None else None
+        if self._interrupt is not None:
+            return self._interrupt
+        assert event is not None, "only an interrupt wakes without an event"
+        return event
+
+
 class Attempt:
     """Runs once."""
 
@@ -130,9 +157,8 @@ class Attempt:
         self._plan = plan
         self._cluster = cluster
         self._router = router
-        self._events: asyncio.Queue[AttemptEvent | Exception] = asyncio.Queue(_EVENTS_MAX)
+        self._events = _Events()
         self._tasks: list[asyncio.Task[None]] = []
-        self._interrupt: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         name = uuid.uuid4().hex
         self._prefill_leg, self._decode_leg = f"{name}-p", f"{name}-d"
         self._transfer_id = secrets.randbits(63)
@@ -150,7 +176,7 @@ class Attempt:
         self._start(self._plan.node, self._prefill())
         try:
             while True:
-                event = await self._next()
+                event = await self._events.get()
                 if isinstance(event, Exception):
                     raise event
                 yield event
@@ -161,18 +187,6 @@ class Attempt:
         finally:
             stop_listening()
             await end_tasks(*self._tasks)
-
-    async def _next(self) -> AttemptEvent | Exception:
-        """The next event; a role switch, or a bug, goes before what is queued."""
-        if not self._interrupt.done() and not self._events.empty():
-            return self._events.get_nowait()
-        get = asyncio.ensure_future(self._events.get())
-        try:
-            await asyncio.wait((get, self._interrupt), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not get.done():
-                get.cancel()
-        return self._interrupt.result() if self._interrupt.done() else get.result()
 
     def _start(self, node: Node, leg: Coroutine[Any, Any, None]) -> None:
         """Run a leg. From here on, not from its first step on, its node's channel must stay open."""
@@ -185,20 +199,18 @@ class Attempt:
         """A leg's failures are events. Anything else that ends it must end the attempt too, and not leave it waiting:
         a bug, or the cancellation of a call by its channel (once the attempt is over nobody looks at it)."""
         self._cluster.release(node)
-        if self._interrupt.done():
-            return
         if task.cancelled():
             lost = LegFailed(node.node_id, grpc.StatusCode.UNAVAILABLE, "CALL_CANCELLED", "the call was cancelled")
-            self._interrupt.set_result(lost)
+            self._events.interrupt(lost)
         elif isinstance(error := task.exception(), Exception):
-            self._interrupt.set_result(error)
+            self._events.interrupt(error)
 
     def _check_role(self) -> None:
         """A request still in P's queue leaves when P no longer prefills, if another node does."""
-        if self._taken or self._interrupt.done() or self._serves_prefill(self._plan.node):
+        if self._taken or self._serves_prefill(self._plan.node):
             return
         if any(self._serves_prefill(node) and node.ready for node in self._cluster.nodes.values()):
-            self._interrupt.set_result(RoleSwitched())
+            self._events.interrupt(RoleSwitched())
 
     def _serves_prefill(self, node: Node) -> bool:
         return self._cluster.role(node) in (Role.PREFILL, Role.MIXED)

@@ -53,7 +53,11 @@ class Output:
             raise Gap(f"token {index} came after token {position - 1}")
         texts: list[str] = []
         stopped = False
-        for token_id in ids[position - index :]:
+        added = ids[position - index :]
+        if self._text.silent:
+            self.ids += added
+            added = ()
+        for token_id in added:
             self.ids.append(token_id)
             checked = self._text.push(token_id)
             texts.append(checked.text)

@@ -103,6 +103,11 @@ class OutputText:
         self._text: list[str] = []
 
     @property
+    def silent(self) -> bool:
+        """There is no decoder: `push` has nothing to say, and is not needed."""
+        return self._detokenizer is None
+
+    @property
     def text(self) -> str:
         """All text that went out."""
         return "".join(self._text)
