@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import uvloop
 from bench.kv_plan import BLOCK_TOKENS, BYTES_PER_TOKEN, NEVER_EVICTS_TOKENS, Plan
 from bench.kv_watch import Watch
 from cluster import ROOT, ClusterSpec, LocalCluster
@@ -54,7 +55,7 @@ def measure(arm: Arm, plan: Plan) -> Measured:
     begun_s = time.monotonic()
     cluster.start()
     try:
-        return asyncio.run(_measure(cluster, arm, begun_s))
+        return uvloop.run(_measure(cluster, arm, begun_s))
     finally:
         cluster.stop()
 

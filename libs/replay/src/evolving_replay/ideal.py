@@ -1,16 +1,16 @@
 """What could be reused if all KV ever produced were kept, counted on this side of the gateway.
 
-Blocks are named as the cluster names them, with a root of our own. Eight bytes of a name are kept, as an int in a set:
-about 100 bytes a block, so a session of a million distinct tokens costs 1.6 MB, given back when it ends.
+Blocks are named as the cluster names them, with a root of our own. Eight bytes of a name are kept, in a set: about 100
+bytes a block, so a session of a million distinct tokens costs 1.6 MB, given back when it ends.
 """
 
 from __future__ import annotations
 
-import numpy as np
-
 from evolving.core.blocks import TOKEN_BYTES, HashedTokens, hash_tokens, reusable_blocks, root_digest
+from evolving.core.terms import NAME_BYTES
 
 _ROOT = root_digest("replay", "", "")
+_SHORT_BYTES = 8  # of a name are kept
 
 
 class ProducedKv:
@@ -18,25 +18,27 @@ class ProducedKv:
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
-        self._names: set[int] = set()
+        self._names: set[bytes] = set()
 
     def __len__(self) -> int:
         return len(self._names)
 
-    def known_blocks(self, names: list[int]) -> int:
-        """How many leading blocks were produced. Names chain, so none is known behind one that isn't."""
-        low, high = 0, len(names)
+    def known_blocks(self, names: bytes, blocks: int) -> int:
+        """How many of the first `blocks` blocks were produced. Names, 16 bytes each, chain: none is known behind one
+        that isn't."""
+        low, high = 0, blocks
         while low < high:
             middle = (low + high) // 2
-            if names[middle] in self._names:
+            if _short(names, middle) in self._names:
                 low = middle + 1
             else:
                 high = middle
         return low
 
-    def add(self, names: list[int]) -> None:
-        """These were produced, and all before them."""
-        self._names.update(names)
+    def add(self, names: bytes) -> None:
+        """These blocks were produced, and all before them."""
+        blocks = len(names) // NAME_BYTES
+        self._names.update(_short(names, block) for block in range(self.known_blocks(names, blocks), blocks))
 
 
 class AgentKv:
@@ -51,7 +53,7 @@ class AgentKv:
         block_tokens = self._produced.block_tokens
         self._last = hash_tokens(_ROOT, prompt, block_tokens, self._last)
         usable_blocks = max(0, len(prompt) // TOKEN_BYTES - 1) // block_tokens
-        return self._produced.known_blocks(_short(self._last)[:usable_blocks]) * block_tokens
+        return self._produced.known_blocks(self._last.names, usable_blocks) * block_tokens
 
     def finished(self, prompt: bytes, output: bytes) -> None:
         """A request produced the KV of its prompt and its output, but for the last token sampled."""
@@ -59,11 +61,9 @@ class AgentKv:
         blocks = reusable_blocks(len(prompt) // TOKEN_BYTES, len(output) // TOKEN_BYTES, block_tokens)
         produced = (prompt + output)[: blocks * block_tokens * TOKEN_BYTES]
         self._last = hash_tokens(_ROOT, produced, block_tokens, self._last)
-        names = _short(self._last)
-        self._produced.add(names[self._produced.known_blocks(names) :])
+        self._produced.add(self._last.names)
 
 
-def _short(hashed: HashedTokens) -> list[int]:
-    """The first eight bytes of each name."""
-    short: list[int] = np.frombuffer(hashed.names, dtype="<u8")[::2].tolist()
-    return short
+def _short(names: bytes, block: int) -> bytes:
+    """What is kept of a block's name."""
+    return names[block * NAME_BYTES : block * NAME_BYTES + _SHORT_BYTES]
