@@ -173,6 +173,14 @@ def test_a_full_host_memory_keeps_a_branch_on_its_node() -> None:
         assert "costs least" in decision.reason
 
 
+def test_of_nodes_that_cost_alike_the_one_with_a_copy_in_host_memory_keeps_it() -> None:
+    """Both have to be sent it, and both have room; the other has more slots."""
+    holder, other = decode_node("holder", any_blocks=1_000, slots_free=1), decode_node("other")
+    costs = [score_decode(CONTEXT, node, CONFIG).total_s for node in (holder, other)]
+    assert costs[0] == costs[1]
+    assert chosen(holder, other) == "holder"
+
+
 def test_a_new_context_goes_to_the_shortest_iterations() -> None:
     busy, long_contexts = decode_node("busy", decoding=9), decode_node("long", decoding=2, context_tokens=900_000)
     assert chosen(busy, long_contexts, decode_node("idle", decoding=2)) == "idle"

@@ -65,6 +65,11 @@ class DecodeScore:
         """All that going there costs."""
         return self.wait_s + self.move_s + self.decode_s
 
+    @property
+    def tie(self) -> tuple[float, int, int]:
+        """What tells nodes apart that tie; the smallest is chosen."""
+        return self.move_s, self.stored_tokens, -self.slots_free
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeDecision:
@@ -80,8 +85,9 @@ def choose_decode(context: Context, nodes: Iterable[DecodeNode], config: Routing
 
     A full node stays a candidate, but never before one with a slot: the KV waits on the prefill node until it has one.
     Nodes whose total exceeds the least by at most `tie_share` of that one's iterations tie; of these, the least to
-    move wins, then the most free slots, then a hash of request and node. Nodes of the DECODE or MIXED role are
-    candidates; where none of them can serve, any other live node that isn't draining is.
+    move wins, then the least to store, since even room that costs nothing now is room for one context only, then the
+    most free slots, then a hash of request and node. Nodes of the DECODE or MIXED role are candidates; where none of
+    them can serve, any other live node that isn't draining is.
     """
     nodes = sorted(nodes, key=lambda each: each.node.node_id)
     serving, borrowed = eligible_ids((each.node for each in nodes), Role.DECODE)
@@ -97,7 +103,7 @@ def choose_decode(context: Context, nodes: Iterable[DecodeNode], config: Routing
     roomy = [score for score in eligible if score.slots_free > 0]
     best = min(roomy or eligible, key=lambda score: score.total_s)
     tied = [score for score in roomy or eligible if score.total_s <= best.total_s + config.tie_share * best.decode_s]
-    chosen = min(tied, key=lambda score: (score.move_s, -score.slots_free, tie_key(context.request_id, score.node_id)))
+    chosen = min(tied, key=lambda score: (*score.tie, tie_key(context.request_id, score.node_id)))
     reason = "costs least" if len(tied) == 1 else f"least to move among {len(tied)} that tie"
     if not roomy:
         reason += "; all are full"
