@@ -16,7 +16,7 @@ def test_one_holder_for_all_is_preferred_to_a_less_loaded_pair() -> None:
 
 
 def test_equal_holders_the_least_loaded() -> None:
-    assert holder_hints([HeldRun(0, 8, ("c", "b"))], "t", 2, 6, LIVE) == (HolderHint("b", 2, 4),)
+    assert holder_hints([HeldRun(2, 8, ("c", "b"))], "t", 2, 6, LIVE) == (HolderHint("b", 2, 4),)
 
 
 def test_hints_stop_at_the_first_block_nobody_else_holds() -> None:
@@ -27,17 +27,19 @@ def test_hints_stop_at_the_first_block_nobody_else_holds() -> None:
 
 @given(
     held=st.lists(st.sets(st.sampled_from("abc"), max_size=3), max_size=12),
-    first=st.integers(0, 12),
+    own=st.integers(0, 12),
 )
-def test_hints_name_holders_only_without_gap_or_overlap(held: list[set[str]], first: int) -> None:
+def test_hints_name_holders_only_without_gap_or_overlap(held: list[set[str]], own: int) -> None:
+    """Of what the target has itself, what others have too; of what it lacks, all up to the first block nobody has."""
     runs = [HeldRun(at, 1, tuple(sorted(nodes))) for at, nodes in enumerate(held) if nodes]
-    at = first
-    for hint in holder_hints(runs, "t", first, len(held), LIVE):
-        assert hint.first_block == at
-        assert hint.blocks > 0
-        assert all(hint.node_id in held[block] for block in range(at, at + hint.blocks))
-        at += hint.blocks
-    assert at >= len(held) or not held[at], "fetching went on as far as anyone holds blocks"
+    named = []
+    for hint in holder_hints(runs, "t", own, len(held), LIVE):
+        blocks = range(hint.first_block, hint.first_block + hint.blocks)
+        assert blocks
+        assert all(hint.node_id in held[block] for block in blocks)
+        named += blocks
+    ends = next((block for block in range(own, len(held)) if not held[block]), len(held))
+    assert named == [block for block in range(min(ends, len(held))) if held[block]]
 
 
 held_blocks = st.lists(st.sets(st.sampled_from("abct"), max_size=3), max_size=12)
@@ -48,9 +50,11 @@ def test_what_can_be_fetched_is_what_the_hints_bring(held: list[set[str]], first
     runs = [HeldRun(at, 1, tuple(sorted(nodes))) for at, nodes in enumerate(held)]
     live = dict.fromkeys("abct", 0.0)
     hints = holder_hints(runs, "t", first, len(held), live)
-    assert fetchable_blocks(runs, "t", first) == sum(hint.blocks for hint in hints)
+    brought = {block for hint in hints for block in range(hint.first_block, hint.first_block + hint.blocks)}
+    lacked = len(brought & set(range(first, len(held))))
+    assert fetchable_blocks(runs, "t", first) == lacked
     without_gaps = [run for run in runs if run.node_ids]  # the directory leaves blocks that nobody holds out
-    assert fetchable_blocks(without_gaps, "t", first) == sum(hint.blocks for hint in hints)
+    assert fetchable_blocks(without_gaps, "t", first) == lacked
 
 
 @given(held=held_blocks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from evolving.core.config import FetchRule
 from evolving.core.decode_routing import DecodeDecision, DecodeNode, choose_decode
 from evolving.core.holders import HeldRun, fetchable_blocks, holder_hints, spare_share
 from evolving.core.routing import (
@@ -114,8 +115,8 @@ class Router:
         return choose_decode(replace(context, spare_share=spare_share(runs)), nodes, self._config)
 
     def holders(self, match: directory_pb2.Match, score: PrefillScore, own_blocks: int) -> list[node_agent_pb2.Holder]:
-        """Whom the chosen node fetches the blocks it lacks from."""
-        if not score.fetched_blocks:
+        """Whom the chosen node fetches the blocks it lacks from, and those it may have lost when the request comes."""
+        if self._config.fetch is FetchRule.NEVER:
             return []
         load_s = {node.node_id: node.wait_s for node in self._cluster.nodes.values() if node.ready}
         end_block = own_blocks + score.fetched_blocks

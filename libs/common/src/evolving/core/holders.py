@@ -25,20 +25,24 @@ class HolderHint:
 
 
 def holder_hints(
-    runs: Sequence[HeldRun], target_node_id: str, first_block: int, end_block: int, load_s: Mapping[str, float]
+    runs: Sequence[HeldRun], target_node_id: str, own_blocks: int, end_block: int, load_s: Mapping[str, float]
 ) -> tuple[HolderHint, ...]:
-    """Who brings blocks [first_block, end_block) to the target: as few holders as can be, then the least loaded.
+    """Who brings blocks [0, end_block) to the target: as few holders as can be, then the least loaded.
 
-    From the first missing block on, take the holder that reaches furthest without a gap (equal reach: the least
-    `load_s`), and go on from where it ends. Fetching stops at a block that nobody else holds. `runs` are in order and
-    do not overlap. Only nodes in `load_s` are named: the others are not live.
+    Take the holder that reaches furthest without a gap (equal reach: the least `load_s`), and go on from where it ends.
+    The target holds the first `own_blocks` itself; who else has them is named too, since until it is there the target
+    may have let them go, and those another node has go first. After them, fetching stops at a block that nobody else
+    holds. `runs` are in order and do not overlap. Only nodes in `load_s` are named: the others are not live.
     """
     hints: list[HolderHint] = []
-    at = first_block
+    at = 0
     while at < end_block:
         reach = _reach(runs, target_node_id, at, end_block)
         reach = {node_id: end for node_id, end in reach.items() if node_id in load_s}
         if not reach:
+            if at < own_blocks:
+                at = min(own_blocks, *(run.first_block for run in runs if run.first_block > at), end_block)
+                continue
             break
         node_id = min(reach, key=lambda name: (-reach[name], load_s[name], name))
         hints.append(HolderHint(node_id, at, reach[node_id] - at))
