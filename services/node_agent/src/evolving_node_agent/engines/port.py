@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from evolving.core import terms
 from evolving.core.blocks import HashedTokens
+from evolving.core.iterations import IterationWindow
 
 Tier = terms.Tier
 TokenIds = npt.NDArray[np.uint32]
@@ -224,6 +225,8 @@ class EngineInfo:
     transfer_address: str  # host:port decode legs elsewhere pull from
     pool_address: str  # host:port peers read this node's L2 through
     pid: int
+    experts: int = 0  # E, routed experts of a layer; 0: a dense model
+    experts_per_token: int = 0  # k
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +250,7 @@ class EngineStatus:
     fetching_blocks: int = 0  # host pages taken for reads that have not ended; 0 at rest
     fetched_tokens: int = 0  # tokens that came from peers since start
     fetch_busy_s: float = 0.0  # time in which at least one read from a peer was under way, since start
+    ran: IterationWindow = field(default_factory=IterationWindow)  # iterations since start by kind, in wall time
 
 
 class EngineError(Exception):

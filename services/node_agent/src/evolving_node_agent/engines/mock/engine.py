@@ -135,6 +135,8 @@ class MockEngine:
             transfer_address=life.address,
             pool_address=life.address,
             pid=os.getpid(),
+            experts=config.decode.experts,
+            experts_per_token=config.decode.experts_per_token,
         )
 
     # -- legs

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from evolving.core.config import FetchStart
+from evolving.core.iterations import IterationMeter
 from evolving.core.pool_runs import Use
 from evolving.core.terms import Tier
 from evolving.runtime.clock import Clock
@@ -25,7 +26,7 @@ from evolving_node_agent.engines.mock.faults import Faults
 from evolving_node_agent.engines.mock.fetching import LegFetch, ReadMeter
 from evolving_node_agent.engines.mock.jobs import check_job, draw, finish, generated_tokens
 from evolving_node_agent.engines.mock.legs import DecodeLeg, DecodeStage, Leg, PrefillLeg, PrefillStage
-from evolving_node_agent.engines.mock.plan import Chunk, plan_chunks, sums
+from evolving_node_agent.engines.mock.plan import Chunk, plan_chunks, reused_tokens, sums
 from evolving_node_agent.engines.mock.readers import KvReaders, StatusReaders
 from evolving_node_agent.engines.mock.rendezvous import Rendezvous
 from evolving_node_agent.engines.mock.status import Progress, engine_status
@@ -78,7 +79,7 @@ class Life:
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._down: EngineDown | None = None
-        self.progress = Progress()
+        self.progress = Progress(meter=IterationMeter(config.decode.experts, config.decode.experts_per_token))
 
     # -- legs come
 
@@ -248,11 +249,9 @@ class Life:
                 await self._wait_for_work()
                 continue
             if batch:
-                await self._take_s(self._decode_s(batch))
-                self._decode(batch)
+                await self._run_decode(batch)
             if chunks:
-                await self._take_s(self.config.prefill.prefill_iteration_s(sums(chunks)))
-                self._prefill(chunks)
+                await self._run_prefill(chunks)
             self.progress.iterations += 1
             self.publish()
             await self._planned_faults()
@@ -275,8 +274,20 @@ class Life:
         if self.progress.iterations == plan.crash_after_iterations:
             self.faults.crash(plan.crash_status)
 
-    def _decode_s(self, batch: Sequence[DecodeLeg]) -> float:
-        return self.config.decode.decode_iteration_s(len(batch), sum(leg.context_tokens for leg in batch))
+    async def _run_decode(self, batch: Sequence[DecodeLeg]) -> None:
+        began_s = self.clock.now_s()
+        context_tokens = sum(leg.context_tokens for leg in batch)
+        await self._take_s(self.config.decode.decode_iteration_s(len(batch), context_tokens))
+        self._decode(batch)
+        busy_s = self.clock.now_s() - began_s
+        self.progress.meter.add(busy_s, requests=len(batch), context_tokens=context_tokens)
+
+    async def _run_prefill(self, chunks: Sequence[Chunk]) -> None:
+        began_s = self.clock.now_s()
+        work, reused = sums(chunks), reused_tokens(chunks)
+        await self._take_s(self.config.prefill.prefill_iteration_s(work))
+        self._prefill(chunks)
+        self.progress.meter.add(self.clock.now_s() - began_s, work, reused)
 
     def _decode(self, batch: Sequence[DecodeLeg]) -> None:
         for leg in batch:

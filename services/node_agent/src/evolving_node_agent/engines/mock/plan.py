@@ -31,6 +31,11 @@ def plan_chunks(running: Iterable[PrefillLeg], chunk_tokens: int) -> list[Chunk]
     return chunks
 
 
+def reused_tokens(chunks: Sequence[Chunk]) -> int:
+    """t_c of the prompts that begin with these chunks."""
+    return sum(chunk.leg.cached.total for chunk in chunks if chunk.leg.kv.tokens == chunk.leg.cached.total)
+
+
 def sums(chunks: Sequence[Chunk]) -> PrefillSums:
     """What equation 1 of the paper wants to know of an iteration."""
     return PrefillSums(

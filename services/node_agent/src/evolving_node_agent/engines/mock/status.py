@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from evolving.core.iterations import IterationMeter
 from evolving.core.pool import NodePool
 from evolving_node_agent.engines.mock.config import MockConfig
 from evolving_node_agent.engines.mock.fetching import ReadMeter
@@ -19,6 +20,7 @@ class Progress:
     iterations: int = 0
     prefill_iterations: int = 0
     prefill_tokens: int = 0
+    meter: IterationMeter = field(default_factory=IterationMeter)
 
 
 def engine_status(
@@ -56,6 +58,7 @@ def engine_status(
         fetching_blocks=reads.blocks_under_way,
         fetched_tokens=reads.blocks_fetched * size,
         fetch_busy_s=reads.busy_s,
+        ran=progress.meter.totals(),
     )
 
 

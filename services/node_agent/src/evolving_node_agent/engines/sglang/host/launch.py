@@ -12,6 +12,7 @@ from evolving_node_agent.engines.port import EngineInfo
 from evolving_node_agent.engines.sglang.config import SglangConfig
 
 from .inbox import Inbox
+from .measuring import experts_of
 from .transport import Transport
 
 EVICTION_POLICY = "branch_needs"  # what SGLang calls our eviction order
@@ -106,6 +107,7 @@ def open_transport(config: SglangConfig, secret: bytes) -> Transport:
 def engine_info(scheduler: Any, config: SglangConfig, incarnation: str) -> EngineInfo:
     """The facts of this life of the engine; addresses are not known yet."""
     model = config.model_name or Path(config.model_path).resolve().name
+    experts, experts_per_token = experts_of(scheduler.model_config)
     return EngineInfo(
         incarnation=incarnation,
         model=model,
@@ -122,6 +124,8 @@ def engine_info(scheduler: Any, config: SglangConfig, incarnation: str) -> Engin
         transfer_address="",
         pool_address="",
         pid=os.getpid(),
+        experts=experts,
+        experts_per_token=experts_per_token,
     )
 
 

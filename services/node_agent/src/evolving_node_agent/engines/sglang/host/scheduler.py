@@ -28,6 +28,7 @@ from evolving_node_agent.engines.sglang.config import SglangConfig
 from .blocks import BlockStore
 from .desk import Desk
 from .inbox import Inbox
+from .measuring import batch_work, count
 from .memory import Ledger, adder_class, charge_debt
 from .pages import KvPages
 from .requests import restore_penalties, seeded
@@ -146,18 +147,21 @@ class NodeScheduler(upstream.Scheduler):  # type: ignore[misc]
                 wait_s = max(_STALLED_WAIT_S, time.monotonic() - began_s)
 
     def _iterate(self) -> bool:
+        began_s = time.monotonic()
         self.desk.reserve_waiting()
         self._join_landed()
         plan = self.get_next_batch_to_run(running_batch=self.running_batch, last_batch=self.last_batch)
         self.running_batch, batch = plan.running_batch, plan.batch_to_run
         self.cur_batch_for_debug = batch
         if batch:
+            work = batch_work(batch)
             if batch.forward_mode.is_extend():
                 restore_penalties(batch, earlier_only=False)
                 self.desk.on_prefill_batch(batch)
             with seeded(batch):
                 result = self.run_batch(batch)
             self.process_batch_result(batch, result)
+            count(self.desk.board.meter, work, time.monotonic() - began_s)
         self.last_batch = batch
         return bool(batch)
 

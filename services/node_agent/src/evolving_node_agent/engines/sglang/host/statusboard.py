@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from evolving.core.iterations import IterationMeter
 from evolving_node_agent.engines.port import EngineStatus
 from evolving_node_agent.engines.sglang import messages as m
 
 from .legs import DecodeLeg, Phase
+from .measuring import experts_of
 
 if TYPE_CHECKING:
     from .desk import Desk
@@ -29,6 +31,7 @@ class StatusBoard:
         self.prefill_iterations = 0
         self.prefill_tokens = 0
         self.retractions = 0
+        self.meter = IterationMeter(*experts_of(scheduler.model_config))
 
     def on_prefill_batch(self, batch: Any) -> None:
         """Count an iteration that computes prompt tokens."""
@@ -73,4 +76,5 @@ class StatusBoard:
             fetching_blocks=desk.landing.blocks_taken,
             fetched_tokens=desk.landing.fetched_tokens,
             fetch_busy_s=desk.landing.busy.total_s,
+            ran=self.meter.totals(),
         )

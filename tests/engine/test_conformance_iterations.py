@@ -1,0 +1,114 @@
+"""What an engine says its iterations worked on is what it served. Runs on every engine.
+
+Query-key pairs and contexts are sums over requests, so they do not depend on how batches and chunks were formed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from engine.sglang.driving import BLOCK, Node, Served, greedy, jobs, names, prefill_only, prompt, serve
+
+from evolving.core.iterations import COLD_ITERATIONS, IterationWindow
+from evolving.core.work import query_key_pairs
+from evolving_node_agent.engines.port import Prefilled, Tier
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+
+
+async def totals(node: Node) -> IterationWindow:
+    """All that ran, once nothing runs any more."""
+    await node.until_idle()
+    return node.engine.status().ran
+
+
+async def warmed(node: Node) -> IterationWindow:
+    """The totals of an engine whose cold iterations are over."""
+    for seed in range(COLD_ITERATIONS):
+        await serve(node, node, prompt(9000 + seed, 8), COLD_ITERATIONS // 2)
+    return await totals(node)
+
+
+def decoded_context(length: int, served: Served) -> int:
+    """Σcontext: the i-th iteration of a request feeds its i-th token, at the end of a context of `length` + i."""
+    return sum(length + each for each in range(1, served.finished.iterations + 1))
+
+
+async def test_prompts_one_by_one(nodes: list[Node]) -> None:
+    node = nodes[0]
+    before = await warmed(node)
+    chunk = node.info.chunk_tokens
+    lengths = [1, 65, chunk, chunk + 1, 3 * chunk - 7]
+    began_s = time.monotonic()
+    for length in lengths:
+        await prefill_only(node, prompt(7000 + length, length))
+    elapsed_s = time.monotonic() - began_s
+    window = (await totals(node)).since(before)
+    assert window.prefill.iterations == sum(-(-length // chunk) for length in lengths)
+    assert window.prefill.prefill.uncached_tokens == sum(lengths)
+    assert window.prefill.prefill.query_key_pairs == sum(query_key_pairs(length, 0) for length in lengths)
+    # A later chunk reads what the earlier ones computed.
+    assert window.prefill.prefill.cached_tokens == sum(sum(range(0, length, chunk)) for length in lengths)
+    assert window.prefill.prefill.restored_tokens == window.reused_tokens == window.cold_iterations == 0
+    assert window.decode.iterations == window.mixed.iterations == 0
+    assert 0 < window.prefill.busy_s <= elapsed_s
+
+
+async def test_reuse_and_restores(nodes: list[Node]) -> None:
+    node = nodes[0]
+    await warmed(node)
+    tokens = prompt(7500, 4 * BLOCK)
+    await prefill_only(node, tokens)
+    await node.until_holds(Tier.L2, names(tokens))
+    before = await totals(node)
+    hit = await prefill_only(node, [*tokens, *prompt(7501, 30)])
+    await node.until_idle()
+    await node.engine.free_l1()
+    restored = await prefill_only(node, [*tokens, *prompt(7502, 50)])
+    window = (await totals(node)).since(before)
+    assert hit.cached.l1 == restored.cached.l2 == 4 * BLOCK
+    assert window.prefill.iterations == 2
+    assert window.prefill.prefill.uncached_tokens == 80
+    assert window.prefill.prefill.restored_tokens == 4 * BLOCK
+    assert window.prefill.prefill.cached_tokens == window.reused_tokens == 8 * BLOCK
+    expected = query_key_pairs(30, 4 * BLOCK) + query_key_pairs(50, 4 * BLOCK)
+    assert window.prefill.prefill.query_key_pairs == expected
+
+
+async def test_requests_at_once_over_both_phases(nodes: list[Node]) -> None:
+    a, b = nodes
+    await warmed(a)
+    before = [await totals(a), await warmed(b)]
+    sizes = [(40, 30), (200, 12), (333, 25), (64, 40), (500, 9)]
+    served = await asyncio.gather(
+        *(serve(a, (a, b)[index % 2], prompt(8000 + index, size), out) for index, (size, out) in enumerate(sizes))
+    )
+    windows = [(await totals(node)).since(earlier) for node, earlier in zip(nodes, before, strict=True)]
+    computed = [windows[0].prefill.prefill, windows[0].mixed.prefill]
+    assert sum(sums.uncached_tokens for sums in computed) == sum(size for size, _ in sizes)
+    assert sum(sums.query_key_pairs for sums in computed) == sum(query_key_pairs(size, 0) for size, _ in sizes)
+    assert windows[1].prefill.iterations == windows[1].mixed.iterations == 0
+    for place, window in enumerate(windows):
+        own = [(size, request) for (size, _), request in list(zip(sizes, served, strict=True))[place::2]]
+        decoded = [window.decode, window.mixed]
+        assert sum(sums.requests for sums in decoded) == sum(each.finished.iterations for _, each in own)
+        assert sum(sums.context_tokens for sums in decoded) == sum(decoded_context(*each) for each in own)
+        most = max(each.finished.iterations for _, each in own)
+        least = sum(each.finished.iterations for _, each in own)
+        assert most <= sum(sums.iterations for sums in decoded) <= least
+        assert window.decode.expert_share == 0, "both models are dense"
+
+
+async def test_an_aborted_prompt_counts_what_was_computed(nodes: list[Node]) -> None:
+    node = nodes[0]
+    before = await warmed(node)
+    length = 12 * node.info.chunk_tokens
+    prefill_job, _ = jobs(node, prompt(8500, length), greedy(1))
+    async for event in node.engine.prefill(prefill_job):
+        assert not isinstance(event, Prefilled), "it was aborted when it was taken"
+        await node.engine.abort(prefill_job.leg_id)
+        break
+    window = (await totals(node)).since(before)
+    assert window.prefill.prefill.uncached_tokens == window.prefill.iterations * node.info.chunk_tokens < length
