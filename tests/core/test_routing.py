@@ -233,22 +233,30 @@ def test_room_enough_costs_nothing(context: Context, node: PrefillNode) -> None:
     assert duplicate_s(context, replace(node, any_blocks=context.tokens // 64, room_tokens=0), CONFIG) == 0
 
 
-@given(
-    context=contexts,
-    node=storing_nodes,
-    more=st.integers(1, 80),
-    wait_s=st.floats(0, 10),
-    request_id=st.text(max_size=4),
-)
-def test_of_two_nodes_alike_but_for_room_the_roomier_is_chosen(
-    context: Context, node: PrefillNode, more: int, wait_s: float, request_id: str
+@given(context=contexts, node=storing_nodes, wait_s=st.floats(0, 10), request_id=st.text(max_size=4))
+def test_of_two_nodes_alike_but_for_room_the_one_where_the_context_fits_is_chosen(
+    context: Context, node: PrefillNode, wait_s: float, request_id: str
 ) -> None:
-    """Where the context doesn't fit in the other; however little it costs."""
+    """However little it costs."""
     context = replace(context, request_id=request_id)
     tight = replace(node, node_id="tight", wait_s=wait_s)
-    roomy = replace(tight, node_id="roomy", room_tokens=node.room_tokens + 64 * more)
+    roomy = replace(tight, node_id="roomy", room_tokens=context.tokens)
     if duplicate_s(context, tight, CONFIG) > 0:
         assert chosen_prefill(tight, roomy, context=context) == "roomy"
+
+
+@given(context=contexts, node=storing_nodes, more=st.integers(1, 80))
+def test_of_two_full_nodes_the_tighter_is_never_better(context: Context, node: PrefillNode, more: int) -> None:
+    tight, roomy = (replace(node, room_tokens=node.room_tokens + room) for room in (0, 64 * more))
+    assert score_prefill(context, roomy, CONFIG).total_s <= score_prefill(context, tight, CONFIG).total_s
+
+
+def test_a_little_more_room_does_not_draw_all_contexts() -> None:
+    """Neither has room for the 1,000 tokens, which take 10 ms at most to fetch again and a second to compute."""
+    nodes = [prefill_node(name, room_tokens=room, fetch_tokens_per_s=1e5) for name, room in (("a", 0), ("b", 64))]
+    spare = [replace(CONTEXT, request_id=f"r{at}", spare_share=1.0) for at in range(300)]
+    picks = Counter(chosen_prefill(*nodes, context=context) for context in spare)
+    assert min(picks["a"], picks["b"]) > 100
 
 
 @given(context=contexts, node=storing_nodes)

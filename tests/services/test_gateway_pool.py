@@ -77,8 +77,9 @@ async def test_a_full_node_is_spared_duplicates() -> None:
 
 
 async def test_a_new_context_goes_where_there_is_room() -> None:
+    """What is evicted elsewhere would sooner be computed than fetched."""
     full = {"l2_total_tokens": 40_000, "l2_used_tokens": 40_000}
-    async with bench("a", "b") as it:
+    async with bench("a", "b", fetch_bytes_per_s=1e7) as it:
         await tell(it, "a", 0.01, **full)
         await tell(it, "b", 0.35, **full, l2_zero_tokens=len(PROMPT))
         finished = await served(it)

@@ -85,7 +85,7 @@ class Router:
         """Equation 7 over the nodes of a model. `excluded` says per node why the request must not go there."""
         runs = self._readable(match)
         nodes = (picture for _, picture in self._pictures(model, match, runs, excluded))
-        decision = choose_prefill(replace(context, spare_share=spare_share(runs)), nodes, self._config)
+        decision = choose_prefill(_with_spares(context, runs), nodes, self._config)
         self._metrics.chosen(decision.chosen is not None, deciding_terms(decision, self._config))
         return decision
 
@@ -112,7 +112,7 @@ class Router:
             )
             for node, picture in self._pictures(model, match, runs, excluded)
         )
-        return choose_decode(replace(context, spare_share=spare_share(runs)), nodes, self._config)
+        return choose_decode(_with_spares(context, runs), nodes, self._config)
 
     def holders(self, match: directory_pb2.Match, score: PrefillScore, own_blocks: int) -> list[node_agent_pb2.Holder]:
         """Whom the chosen node fetches the blocks it lacks from, and those it may have lost when the request comes."""
@@ -180,3 +180,8 @@ class Router:
             for node in self._cluster.nodes.values()
             if node.registration.model == model.model and node.registration.kv_format == model.kv_format
         ]
+
+
+def _with_spares(context: Context, runs: Sequence[HeldRun]) -> Context:
+    """With the share of its blocks that lie twice; all, where nobody holds any: nodes evict first what lies twice."""
+    return replace(context, spare_share=spare_share(runs) if any(run.node_ids for run in runs) else 1.0)

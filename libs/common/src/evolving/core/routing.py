@@ -131,8 +131,9 @@ def choose_prefill(context: Context, nodes: Iterable[PrefillNode], config: Routi
 
     Nodes of the PREFILL or MIXED role are candidates; where none of them can serve, any other live node that isn't
     draining is. Nodes whose total exceeds the best one's by at most `tie_share` of its time to first token tie: the
-    prediction is no better than that. Of these the least dup_n wins, then a hash of request and node, so that several
-    gateways with the same picture do not all choose the same node.
+    prediction is no better than that. Of these one with room for the context wins, then a hash of request and node, so
+    that several gateways with the same picture do not all choose the same node, nor all contexts the one of many full
+    nodes that has a block more room: it would evict what was used of late, and others keep what was not.
     """
     nodes = sorted(nodes, key=lambda node: node.node_id)
     serving, borrowed = eligible_ids(nodes, Role.PREFILL)
@@ -147,14 +148,13 @@ def choose_prefill(context: Context, nodes: Iterable[PrefillNode], config: Routi
         return PrefillDecision(None, scores, "no live node can prefill")
     best = min(eligible, key=lambda score: score.total_s)
     tied = [score for score in eligible if score.total_s <= best.total_s + config.tie_share * best.ttft_s]
-    least_s = min(score.duplicate_s for score in tied)
-    equal = [score for score in tied if score.duplicate_s == least_s]
+    equal = [score for score in tied if score.duplicate_s == 0] or tied
     chosen = min(equal, key=lambda score: tie_key(context.request_id, score.node_id))
     reason = "least predicted time to first token"
     if len(equal) > 1:
         reason = f"hash among {len(equal)} that tie"
     elif len(tied) > 1:
-        reason = f"evicts least among {len(tied)} that tie"
+        reason = f"has room among {len(tied)} that tie"
     return PrefillDecision(chosen, scores, reason + (BORROWED if borrowed else ""))
 
 
