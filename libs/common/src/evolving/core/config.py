@@ -36,6 +36,48 @@ class FetchRule(enum.StrEnum):
     NEVER = "never"  # nothing: KV is used where it lies, or computed; for comparison
 
 
+class Gate(enum.StrEnum):
+    """How sure the planner must be of a gain before it switches."""
+
+    PAPER = "paper"  # mean gain above twice its standard error (§4.3)
+    DEFAULT = "default"  # the error widened where slices resemble their neighbours, and a floor under the gain
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerConfig:
+    """How the planner measures and when it switches. Out-of-range values raise ValueError."""
+
+    # Seconds of measurements a decision looks back on (§4.3).
+    window_s: float = 600.0
+    # Slices of a window, each of which gives one gain per candidate (§4.3).
+    slices: int = 10
+    # Completed requests below which a slice says nothing.
+    slice_completions_least: int = 5
+    # Slices that must say something; with fewer the split stays.
+    slices_valid_least: int = 8
+    # The test a gain has to pass.
+    gate: Gate = Gate.DEFAULT
+    # Gain below which a switch isn't worth it, share of Θ; the paper's gate has none.
+    gain_floor: float = 0.01
+    # Seconds after a change of the split without a switch by throughput (§4.3).
+    cooldown_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.window_s < math.inf:
+            raise ValueError("window_s must be finite and above 0")
+        if not 2 <= self.slices_valid_least <= self.slices:
+            raise ValueError("slices_valid_least must be at least 2 and at most slices")
+        if self.slice_completions_least < 1:
+            raise ValueError("slice_completions_least must be at least 1")
+        if not (0 <= self.gain_floor < math.inf and 0 <= self.cooldown_s < math.inf):
+            raise ValueError("gain_floor and cooldown_s must be finite and at least 0")
+
+    @property
+    def slice_s(self) -> float:
+        """Seconds of one slice."""
+        return self.window_s / self.slices
+
+
 @dataclass(frozen=True, slots=True)
 class FetchConfig:
     """Bounds of a node's reads from peers. Out-of-range values raise ValueError."""

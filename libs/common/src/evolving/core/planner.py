@@ -1,8 +1,8 @@
 """Which nodes prefill and which decode: the rules that turn a wish and the live nodes into a split.
 
 Pure: functions take the current split, the live nodes and `now_s` and return a `Decision`, which says what the split
-becomes and why. Deciding by measured throughput (the paper, section 4.2) produces the same `Decision` with kind
-SWITCH or STAY.
+becomes and why. Deciding by measured throughput (the paper, section 4.3), in core/replan.py, produces the same
+`Decision` with kind SWITCH or STAY.
 """
 
 from __future__ import annotations
@@ -11,9 +11,14 @@ import enum
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from evolving.core.errors import CoreError, InvalidArgument
+from evolving.core.modes import Hold, hold_in_force
 from evolving.core.terms import Role
+
+if TYPE_CHECKING:
+    from evolving.core.replan import Evaluation
 
 _SHAPE = re.compile(r"(\d{1,5})[Pp](\d{1,5})[Dd]")
 
@@ -106,6 +111,10 @@ class Decision:
     roles_after: Mapping[str, Role]
     # Share of nodes that should prefill from here on; nodes that join are assigned towards it.
     prefill_share: float
+    # The operator's hold in force from here on: no switch by throughput. None: there is none.
+    hold: Hold | None = None
+    # What was measured; None: the decision did not ask for it.
+    evaluation: Evaluation | None = None
 
     @property
     def changes_split(self) -> bool:
@@ -186,10 +195,12 @@ def propose_shape(
     reason: str,
     author: str,
     now_s: float,
+    hold: Hold | None = None,
 ) -> Decision:
     """An operator's wish for counts. Draining nodes stay as they are; the shape must name all the others.
 
-    `expected_epoch` 0: whatever it is now. Raises SplitRefused, EpochChanged.
+    `expected_epoch` 0: whatever it is now. `hold`: what keeps the planner from moving nodes from here on; None: nothing
+    does, whatever did before. Raises SplitRefused, EpochChanged.
     """
     _check_epoch(split, expected_epoch)
     roles = effective_roles(split, live)
@@ -199,7 +210,7 @@ def propose_shape(
     wanted = {node: role for node, role in roles.items() if node not in serving}
     wanted |= assign(shape, split.roles, serving)
     text = reason or f"operator asked for {shape}"
-    return _decide(split, wanted, DecisionKind.OPERATOR, text, author, shape.prefill_share, now_s)
+    return make_decision(split, wanted, DecisionKind.OPERATOR, text, author, shape.prefill_share, now_s, hold=hold)
 
 
 def propose_changes(
@@ -212,11 +223,12 @@ def propose_changes(
     author: str,
     prefill_share: float,
     now_s: float,
+    hold: Hold | None = None,
 ) -> Decision:
     """An operator's wish for named nodes; the others keep their roles.
 
     `prefill_share` is the share aimed at so far, kept when the result has no node of one plain role.
-    `expected_epoch` 0: whatever it is now. Raises SplitRefused, EpochChanged.
+    `expected_epoch` and `hold` as for a shape. Raises SplitRefused, EpochChanged.
     """
     _check_epoch(split, expected_epoch)
     if not changes:
@@ -226,7 +238,7 @@ def propose_changes(
     said = ", ".join(f"{node}={role_text(role)}" for node, role in sorted(changes.items()))
     prefills, decodes = _counts(wanted)
     share = prefills / (prefills + decodes) if prefills and decodes else prefill_share
-    return _decide(
+    return make_decision(
         split,
         wanted,
         DecisionKind.OPERATOR,
@@ -234,7 +246,14 @@ def propose_changes(
         author,
         share,
         now_s,
+        hold=hold,
     )
+
+
+def release(split: Split, *, reason: str, author: str, prefill_share: float, now_s: float) -> Decision:
+    """An operator ends a hold: the split stays as it is until measurements say otherwise."""
+    text = reason or "operator released the split"
+    return make_decision(split, split.roles, DecisionKind.OPERATOR, text, author, prefill_share, now_s)
 
 
 def follow_membership(
@@ -245,15 +264,18 @@ def follow_membership(
     prefill_share: float,
     author: str,
     now_s: float,
+    hold: Hold | None = None,
 ) -> Decision | None:
     """What becomes of the split now that exactly `live` nodes are there; None: it already fits them.
+
+    At once, whatever the cooldown, the mode or an operator's `hold`, which stays in force.
 
     Nodes that stay keep their roles, unless a phase would be left without a node. Nodes that join are assigned
     towards `prefill_share`. The first split of all is `initial` once that many nodes are there; without `initial`,
     half of the nodes prefill, rounded up, once there are two.
     """
     if split.epoch == 0:
-        return _first_split(split, live, initial, author, now_s)
+        return _first_split(split, live, initial, author, now_s, hold)
     joined = sorted(set(live) - set(split.roles))
     lost = sorted(set(split.roles) - set(live))
     if not live or not (lost or (joined and len(live) > 1)):
@@ -265,7 +287,7 @@ def follow_membership(
         _fill_empty_phase(roles)
     changes = [f"lost {', '.join(lost)}"] if lost else []
     changes += [f"joined {', '.join(joined)}"] if joined else []
-    return _decide(
+    return make_decision(
         split,
         roles,
         DecisionKind.MEMBERSHIP,
@@ -273,6 +295,7 @@ def follow_membership(
         author,
         prefill_share,
         now_s,
+        hold=hold_in_force(hold, now_s),
     )
 
 
@@ -288,6 +311,7 @@ def _first_split(
     initial: SplitShape | None,
     author: str,
     now_s: float,
+    hold: Hold | None,
 ) -> Decision | None:
     wanted_nodes = initial.total if initial else 2
     if len(live) < wanted_nodes:
@@ -298,7 +322,7 @@ def _first_split(
     for node in later:
         roles[node] = _role_for_newcomer(roles, shape.prefill_share)
     reason = f"first split, {shape} of {len(live)} nodes"
-    return _decide(
+    return make_decision(
         split,
         roles,
         DecisionKind.MEMBERSHIP,
@@ -306,6 +330,7 @@ def _first_split(
         author,
         shape.prefill_share,
         now_s,
+        hold=hold_in_force(hold, now_s),
     )
 
 
@@ -337,7 +362,7 @@ def _check_epoch(split: Split, expected_epoch: int) -> None:
         raise EpochChanged(split.epoch, expected_epoch)
 
 
-def _decide(
+def make_decision(
     split: Split,
     roles: Mapping[str, Role],
     kind: DecisionKind,
@@ -345,7 +370,11 @@ def _decide(
     author: str,
     prefill_share: float,
     now_s: float,
+    *,
+    hold: Hold | None = None,
+    evaluation: Evaluation | None = None,
 ) -> Decision:
+    """The decision that gives `split` these roles; its epoch grows only if they are others than before."""
     changed = dict(roles) != dict(split.roles)
     return Decision(
         decided_at_s=now_s,
@@ -357,4 +386,6 @@ def _decide(
         roles_before=dict(split.roles),
         roles_after=dict(roles),
         prefill_share=prefill_share,
+        hold=hold,
+        evaluation=evaluation,
     )

@@ -1,0 +1,234 @@
+"""Deciding the split by measured throughput: equation 6 of the paper and its gate (section 4.3).
+
+`evaluate` compares every split of the serving nodes with the present one, slice by slice, and keeps all it used, so
+that a decision can be read and computed again later. `decide_by_throughput` makes a `Decision` of it. Both are pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from evolving.core.config import PlannerConfig
+from evolving.core.gate import judge
+from evolving.core.modes import Hold, Mode, hold_in_force
+from evolving.core.placement import Placement, fewest_moves
+from evolving.core.planner import Decision, DecisionKind, Split, SplitShape, effective_roles, make_decision
+from evolving.core.slices import Slice
+from evolving.core.terms import Role
+from evolving.core.throughput import Kinds, MeanWork, NodeModel
+
+_GAIN_DIGITS = 9  # gains that differ by less are equal: the rest is rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One split the nodes could have. Rates are requests/s, means over the slices that count; gains are relative."""
+
+    shape: SplitShape
+    moves: Mapping[str, Role]  # the nodes that would change, with the role each would get; none: the present split
+    prefill: float  # Σμ_P
+    decode: float  # Σμ_D
+    throughput: float  # Θ, the mean of each slice's smaller sum
+    mean_gain: float  # over the present split, paired per slice (equation 6)
+    error: float  # standard error of that mean, as the gate counts it
+    passes: bool  # the gate
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What every split would have served, and from what that was computed."""
+
+    roles: Mapping[str, Role]  # in effect
+    models: Mapping[str, NodeModel]
+    slices: tuple[Slice, ...]
+    config: PlannerConfig
+    counted: int  # slices that say something
+    candidates: tuple[Candidate, ...]  # by prefill nodes, the present split among them; empty: nothing could be said
+    problem: str = ""  # why the split has to stay, whatever the candidates; empty: nothing speaks against a switch
+
+    @property
+    def best(self) -> Candidate | None:
+        """The candidate to switch to: of those that pass, the one that gains most, then moves fewest nodes."""
+        passing = [candidate for candidate in self.candidates if candidate.passes]
+        return max(passing, key=_rank, default=None) if not self.problem else None
+
+    def candidate(self, shape: SplitShape) -> Candidate | None:
+        """What a shape would do; None: nothing can be said of it."""
+        return next((candidate for candidate in self.candidates if candidate.shape == shape), None)
+
+
+def counts(measured: Slice, config: PlannerConfig) -> bool:
+    """Whether a slice says something: enough completions, open requests, and work for both phases."""
+    return (
+        measured.completions >= config.slice_completions_least
+        and measured.open_requests > 0
+        and measured.work is not None
+        and measured.work.asks_both_phases
+    )
+
+
+def evaluate(
+    slices: Sequence[Slice], roles: Mapping[str, Role], models: Mapping[str, NodeModel], config: PlannerConfig
+) -> Evaluation:
+    """Compare every split of the nodes that prefill or decode with the present one, given by `roles` in effect.
+
+    MIXED and DRAINING nodes keep their roles and count in neither phase. Of the ways to reach a shape, the one with the
+    fewest moves counts, and among those the best placed (core/placement.py).
+    """
+    planned = {node: role for node, role in roles.items() if role in (Role.PREFILL, Role.DECODE)}
+    used = tuple((s.work, s.open_requests) for s in slices if s.work is not None and counts(s, config))
+    problem = _problem(planned, models, len(used), config)
+    can_compare = (
+        len(used) >= 2 and set(planned.values()) == {Role.PREFILL, Role.DECODE} and set(planned) <= set(models)
+    )
+    return Evaluation(
+        roles=dict(roles),
+        models=dict(models),
+        slices=tuple(slices),
+        config=config,
+        counted=len(used),
+        candidates=_compare(used, planned, models, config) if can_compare else (),
+        problem=problem,
+    )
+
+
+def decide_by_throughput(
+    split: Split,
+    live: Collection[str],
+    evaluation: Evaluation,
+    *,
+    mode: Mode,
+    hold: Hold | None,
+    prefill_share: float,
+    author: str,
+    now_s: float,
+) -> Decision:
+    """Switch to the evaluation's best candidate, or stay and say why. The decision carries the evaluation either way.
+
+    `mode` is the configured one; a hold that is in force makes it manual. `prefill_share` is the share of prefilling
+    nodes aimed at so far. The cooldown counts from the last write of the split, whoever's it was.
+    """
+    held = hold_in_force(hold, now_s)
+    best = evaluation.best
+    if best is None:
+        return make_decision(
+            split,
+            split.roles,
+            DecisionKind.STAY,
+            evaluation.problem or _nothing_gains(evaluation),
+            author,
+            prefill_share,
+            now_s,
+            hold=held,
+            evaluation=evaluation,
+        )
+    finding = f"{best.shape} gains {_gain_text(best)}"
+    obstacle = _obstacle(split, live, evaluation, mode, held, now_s)
+    roles = {node: role for node, role in split.roles.items() if node in live} | dict(best.moves)
+    return make_decision(
+        split,
+        split.roles if obstacle else roles,
+        DecisionKind.STAY if obstacle else DecisionKind.SWITCH,
+        f"{finding}, but {obstacle}" if obstacle else finding,
+        author,
+        prefill_share if obstacle else best.shape.prefill_share,
+        now_s,
+        hold=held,
+        evaluation=evaluation,
+    )
+
+
+def _compare(
+    used: Sequence[tuple[MeanWork, float]],
+    planned: Mapping[str, Role],
+    models: Mapping[str, NodeModel],
+    config: PlannerConfig,
+) -> tuple[Candidate, ...]:
+    kinds = Kinds(models[node] for node in planned)
+    placements = fewest_moves(kinds, planned, models, *_mean(used))
+    prefill_rows = np.array([placement.prefill for placement in placements])
+    decode_rows = np.array([placement.decode for placement in placements])
+    # Shapes: (slices, candidates), requests/s.
+    prefill = np.array([kinds.prefill_rates(prefill_rows, work) for work, _ in used])
+    decode = np.array([kinds.decode_rates(decode_rows, work, open_requests) for work, open_requests in used])
+    total = np.minimum(prefill, decode)
+    present = next(i for i, placement in enumerate(placements) if not placement.moves)
+    gains = total / total[:, [present]] - 1.0
+    enough = len(used) >= config.slices_valid_least
+
+    def candidate(column: int, placement: Placement) -> Candidate:
+        verdict = judge(gains[:, column].tolist(), config)
+        return Candidate(
+            shape=placement.shape,
+            moves=placement.moves,
+            prefill=float(prefill[:, column].mean()),
+            decode=float(decode[:, column].mean()),
+            throughput=float(total[:, column].mean()),
+            mean_gain=verdict.mean_gain,
+            error=verdict.error,
+            passes=verdict.passes and enough,
+        )
+
+    return tuple(candidate(column, placement) for column, placement in enumerate(placements))
+
+
+def _mean(used: Sequence[tuple[MeanWork, float]]) -> tuple[MeanWork, float]:
+    """Mean work and mean open requests of the slices: what unlike nodes are placed by."""
+    works = [work for work, _ in used]
+    iterations = sum(work.decode_iterations for work in works)
+    mean = MeanWork(
+        uncached_tokens=sum(work.uncached_tokens for work in works) / len(works),
+        query_key_pairs=sum(work.query_key_pairs for work in works) / len(works),
+        cached_tokens=sum(work.cached_tokens for work in works) / len(works),
+        restored_tokens=sum(work.restored_tokens for work in works) / len(works),
+        decode_iterations=iterations / len(works),
+        context_tokens=sum(work.context_tokens * work.decode_iterations for work in works) / iterations,
+    )
+    return mean, sum(open_requests for _, open_requests in used) / len(used)
+
+
+def _problem(planned: Mapping[str, Role], models: Mapping[str, NodeModel], counted: int, config: PlannerConfig) -> str:
+    if set(planned.values()) != {Role.PREFILL, Role.DECODE}:
+        return "no node only prefills, or none only decodes"
+    unknown = sorted(set(planned) - set(models))
+    if unknown:
+        return f"no time model of {', '.join(unknown)}"
+    if counted < config.slices_valid_least:
+        return f"insufficient: {counted} of {config.slices} slices count, {config.slices_valid_least} are needed"
+    return ""
+
+
+def _obstacle(
+    split: Split, live: Collection[str], evaluation: Evaluation, mode: Mode, held: Hold | None, now_s: float
+) -> str:
+    """What keeps the planner from the switch that the evaluation asks for; empty: nothing."""
+    if effective_roles(split, live) != evaluation.roles:
+        return "nodes or roles changed meanwhile"
+    if held is not None:
+        until = "released" if held.until_s is None else f"{held.until_s:.0f} s of unix time"
+        return f"{held.author} holds the split until {until}"
+    if mode is Mode.MANUAL:
+        return "the split is changed by operators alone"
+    left_s = split.written_at_s + evaluation.config.cooldown_s - now_s
+    if left_s > 0:
+        return f"the last change cools down for {left_s:.0f} s more"
+    return "in shadow nothing is changed" if mode is Mode.SHADOW else ""
+
+
+def _nothing_gains(evaluation: Evaluation) -> str:
+    others = [candidate for candidate in evaluation.candidates if candidate.moves]
+    if not others:
+        return "there is no other split"
+    best = max(others, key=_rank)
+    return f"no other split is surely better; {best.shape} comes nearest with {_gain_text(best)}"
+
+
+def _rank(candidate: Candidate) -> tuple[float, int, int]:
+    return round(candidate.mean_gain, _GAIN_DIGITS), -len(candidate.moves), candidate.shape.prefill
+
+
+def _gain_text(candidate: Candidate) -> str:
+    return f"{candidate.mean_gain:+.2%} ± {2 * candidate.error:.2%}"
