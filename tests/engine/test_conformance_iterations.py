@@ -19,16 +19,23 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300
 
 
 async def totals(node: Node) -> IterationWindow:
-    """All that ran, once nothing runs any more."""
-    await node.until_idle()
-    return node.engine.status().ran
+    """All that ran, once nothing runs any more.
+
+    The newest status may be older than the last event of a leg; what is published after that event is not.
+    """
+    newest = True
+    async for status in node.engine.status_changes():
+        busy = status.queued or status.prefilling or status.holding or status.decoding or status.reserved
+        if not newest and not busy:
+            return status.ran
+        newest = False
+    raise AssertionError("the engine ended")
 
 
-async def warmed(node: Node) -> IterationWindow:
-    """The totals of an engine whose cold iterations are over."""
+async def warm(node: Node) -> None:
+    """Leave the cold iterations behind."""
     for seed in range(COLD_ITERATIONS):
         await serve(node, node, prompt(9000 + seed, 8), COLD_ITERATIONS // 2)
-    return await totals(node)
 
 
 def decoded_context(length: int, served: Served) -> int:
@@ -38,7 +45,8 @@ def decoded_context(length: int, served: Served) -> int:
 
 async def test_prompts_one_by_one(nodes: list[Node]) -> None:
     node = nodes[0]
-    before = await warmed(node)
+    await warm(node)
+    before = await totals(node)
     chunk = node.info.chunk_tokens
     lengths = [1, 65, chunk, chunk + 1, 3 * chunk - 7]
     began_s = time.monotonic()
@@ -58,7 +66,7 @@ async def test_prompts_one_by_one(nodes: list[Node]) -> None:
 
 async def test_reuse_and_restores(nodes: list[Node]) -> None:
     node = nodes[0]
-    await warmed(node)
+    await warm(node)
     tokens = prompt(7500, 4 * BLOCK)
     await prefill_only(node, tokens)
     await node.until_holds(Tier.L2, names(tokens))
@@ -79,13 +87,14 @@ async def test_reuse_and_restores(nodes: list[Node]) -> None:
 
 async def test_requests_at_once_over_both_phases(nodes: list[Node]) -> None:
     a, b = nodes
-    await warmed(a)
-    before = [await totals(a), await warmed(b)]
+    await asyncio.gather(warm(a), warm(b))
+    before = await asyncio.gather(totals(a), totals(b))
     sizes = [(40, 30), (200, 12), (333, 25), (64, 40), (500, 9)]
     served = await asyncio.gather(
         *(serve(a, (a, b)[index % 2], prompt(8000 + index, size), out) for index, (size, out) in enumerate(sizes))
     )
-    windows = [(await totals(node)).since(earlier) for node, earlier in zip(nodes, before, strict=True)]
+    after = await asyncio.gather(totals(a), totals(b))
+    windows = [now.since(earlier) for now, earlier in zip(after, before, strict=True)]
     computed = [windows[0].prefill.prefill, windows[0].mixed.prefill]
     assert sum(sums.uncached_tokens for sums in computed) == sum(size for size, _ in sizes)
     assert sum(sums.query_key_pairs for sums in computed) == sum(query_key_pairs(size, 0) for size, _ in sizes)
@@ -103,7 +112,8 @@ async def test_requests_at_once_over_both_phases(nodes: list[Node]) -> None:
 
 async def test_an_aborted_prompt_counts_what_was_computed(nodes: list[Node]) -> None:
     node = nodes[0]
-    before = await warmed(node)
+    await warm(node)
+    before = await totals(node)
     length = 12 * node.info.chunk_tokens
     prefill_job, _ = jobs(node, prompt(8500, length), greedy(1))
     async for event in node.engine.prefill(prefill_job):
