@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from evolving.core.config import EvictionPolicy
-from evolving.core.needs import LANDING
+from evolving.core.needs import LANDING, need
 from evolving.core.pool_runs import Use
 from evolving.core.terms import Tier
+
+LAST = need(1, elsewhere=False) - 1  # what a need is above of a block that the pool would lose
 
 
 @dataclass(eq=False)
@@ -152,7 +154,18 @@ class PoolModel:
         """How much a block is needed in a tier; a leg that runs stands for a branch with no other copy."""
         if self.policy is EvictionPolicy.LRU:
             return 0
-        return max(self.effective(block), LANDING if tier is Tier.L2 and block.used_in(Tier.L1) else 0)
+        needed = self.effective(block)
+        alone = self._alone(block)
+        if needed > LAST and 2 * sum(self.needs.get(each.name, 0) > LAST for each in alone) <= len(alone):
+            needed -= LAST
+        return max(needed, LANDING if tier is Tier.L2 and block.used_in(Tier.L1) else 0)
+
+    def _alone(self, block: Block) -> list[Block]:
+        """A block and those before it, back to where another context goes on."""
+        alone = [block]
+        while (parent := alone[-1].parent) and sum(each.parent is parent for each in self.blocks.values()) == 1:
+            alone.append(parent)
+        return alone
 
     def evict(self, tier: Tier, keep: Block | None) -> bool:
         """Drop the block that goes first."""
@@ -186,9 +199,11 @@ class PoolModel:
         return True
 
     def _store(self, names: Sequence[bytes]) -> None:
-        for depth in range(self.depth(names, Tier.L2), len(names)):
-            if self.free(Tier.L2) == 0 and not self.evict(Tier.L2, self.blocks[names[depth - 1]] if depth else None):
-                return
+        have = self.depth(names, Tier.L2)
+        above = self.blocks[names[have - 1]] if have else None
+        while self.free(Tier.L2) < len(names) - have and self.evict(Tier.L2, above):
+            pass
+        for depth in range(have, min(len(names), have + self.free(Tier.L2))):
             self._put(names, depth, Tier.L2)
 
     def _put(self, names: Sequence[bytes], depth: int, tier: Tier) -> None:

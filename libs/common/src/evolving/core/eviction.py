@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 
 from evolving.core.config import EvictionPolicy
-from evolving.core.needs import LANDING
+from evolving.core.needs import LANDING, is_last, need_at_end
 from evolving.core.pool_runs import Run
 from evolving.core.terms import Tier
 
@@ -33,17 +33,36 @@ class EvictionOrder:
                     heap[:] = [self._entry(each, tier) for each in self._runs if each.evictable(tier)]
                     heapq.heapify(heap)
 
-    def pop(self, tier: Tier) -> Run | None:
-        """The run whose last block goes next; it must be offered again if it stays. None: nothing may leave."""
+    def pop(self, tier: Tier) -> tuple[Run, int] | None:
+        """The run whose last blocks go next, and how many at most before another may; it must be offered again if it
+        stays. None: nothing may leave."""
         heap = self._heaps[tier]
         while heap:
             entry = heapq.heappop(heap)
             run = entry[3]
             if run.names and run.evictable(tier) and entry == self._entry(run, tier):
-                return run
+                return run, self._most(run)
         return None
 
     def _entry(self, run: Run, tier: Tier) -> _Entry:
         least = LANDING if tier is Tier.L2 and run.used_in_l1 else 0
-        needed = max(run.effective, least) if self._needs_matter else 0
+        needed = max(need_at_end(run.effective, *_alone(run)), least) if self._needs_matter else 0
         return (needed, run.accessed, run.serial, run)
+
+    def _most(self, run: Run) -> int:
+        """Blocks that may leave before what is left has more with no other copy than with one."""
+        if not self._needs_matter or not is_last(run.effective) or is_last(run.need):
+            return run.size
+        last, blocks = _alone(run)
+        return min(run.size, max(1, blocks - 2 * last + 1))
+
+
+def _alone(run: Run) -> tuple[int, int]:
+    """Of a run and those before it back to where another context goes on: blocks with no other copy, and all."""
+    last = blocks = 0
+    at: Run | None = run
+    while at is not None:
+        blocks += at.size
+        last += at.size if is_last(at.need) else 0
+        at = at.parent if at.parent is not None and len(at.parent.children) == 1 else None
+    return last, blocks

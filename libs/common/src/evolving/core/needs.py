@@ -3,6 +3,9 @@
 The paper (§4.1, §4.4) evicts by branch count, then by last access. A branch counts one copy in each phase, so what
 prefill and decode nodes let go first is the same: the longest unused context of either, and with it both its copies. So
 a counted block that another node's host memory has too goes before one that would be lost to the pool.
+
+Blocks go from the ends of contexts, and the end of a context that a node decodes is output which it alone has. Its few
+blocks must not keep all the others, that the pool has without them: what leaves with them decides.
 """
 
 from __future__ import annotations
@@ -19,6 +22,18 @@ def need(count: int, elsewhere: bool) -> int:
 def count_of(needed: int) -> int:
     """The count in a `need`."""
     return needed % _COUNTS_BELOW
+
+
+def is_last(needed: int) -> bool:
+    """Whether the pool would lose a counted block."""
+    return needed > _COUNTS_BELOW
+
+
+def need_at_end(effective: int, last: int, blocks: int) -> int:
+    """The need of an end of a context, which goes by that of all that would leave after it: `blocks` blocks back to
+    where other contexts go on, `last` of them with no other copy. Where these are at most half, it is as of blocks
+    that another node has. `effective`: the largest need at or below the end."""
+    return count_of(effective) if is_last(effective) and 2 * last <= blocks else effective
 
 
 LANDING = need(1, elsewhere=False)

@@ -249,6 +249,14 @@ class NodePool:
     def _offer(self, run: Run) -> None:
         self._order.offer(run)
 
+    def _offer_below(self, run: Run) -> None:
+        """Of the ends below a run, those that go by what lies above them."""
+        for child in run.children:
+            at: Run | None = child
+            while at is not None:
+                self._offer(at)
+                at = next(iter(at.children)) if len(at.children) == 1 else None
+
     def _lock(self, run: Run, use: Use, change: int) -> None:
         was_used = run.used_in_l1
         locks = list(run.locks)
@@ -276,8 +284,11 @@ class NodePool:
             self._enter(run, tier)
         if last > held:
             new = names[held:last]
-            run = self._tree.add(self._tree.cut(names, held), new)
+            above = self._tree.cut(names, held)
+            run = self._tree.add(above, new)
             self._enter(run, tier)
+            if above is not None and len(above.children) == 2:
+                self._offer_below(above)
             if not self._needs.keys().isdisjoint(new):
                 self._renew(run)
 
@@ -306,6 +317,8 @@ class NodePool:
         parent, effective = run.parent, run.effective
         if not run.tiers:
             self._tree.remove(run)
+            if parent is not None and len(parent.children) == 1:
+                self._offer_below(parent)
         if parent is not None:
             parent.below[tier] -= 1
             self._offer(parent)
@@ -326,11 +339,13 @@ class NodePool:
     def _evict(self, tier: Tier, blocks: int, keep: Run | None = None) -> None:
         """Let up to `blocks` blocks leave a tier, those that go first; `keep`, which is used next, stays."""
         shortened: list[Run] = []
-        while blocks > 0 and (run := self._order.pop(tier)) is not None:
+        while blocks > 0 and (first := self._order.pop(tier)) is not None:
+            run, most = first
             if run is keep:
                 continue  # its use will offer it again
-            if run.size > blocks:
-                run = self._tree.split(run, run.size - blocks)[1]
+            most = min(most, blocks)
+            if run.size > most:
+                run = self._tree.split(run, run.size - most)[1]
             blocks -= run.size
             shortened += [run, run.parent] if run.parent is not None else [run]
             self._leave(run, tier)
@@ -358,8 +373,10 @@ class NodePool:
         run.need = need
         before = run.effective
         run.effective = max([need, *(child.effective for child in run.children)])
+        self._offer(run)
+        if len(run.children) == 1:
+            self._offer_below(run)
         if run.effective != before:
-            self._offer(run)
             self._settle(run.parent, before, run.effective)
 
     def _settle(self, run: Run | None, before: int, after: int) -> None:
