@@ -1,6 +1,6 @@
 # The commands of the project; `make help` lists them. Everything they need, they install into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo up down status logs lint test bench-flip bench-directory bench-begin bench-engine bench-kv images gen pin \
+.PHONY: help setup model demo up down status logs lint test bench-flip bench-directory bench-begin bench-engine bench-kv bench-fit images gen pin \
   proto-baseline clean
 
 PYTHON ?= python3
@@ -83,6 +83,9 @@ bench-engine: $(MODEL)/.ready ## our engine against plain SGLang, and what reuse
 
 bench-kv: .venv/.ready ## reuse lost by policy and pool size, and hidden fetches: TRACE=FILE [QUICK=1], into build/bench-kv.json
 	@$(BIN)/python tests/bench/bench_kv.py --trace $(TRACE) $(if $(QUICK),--quick)
+
+bench-fit: $(MODEL)/.ready ## how well the time model fitted under load tells what it was not fitted to, into build/bench-fit.json
+	@$(BIN)/python tests/bench/bench_fit.py $(ARGS)
 
 images: ## build the four images, evolving-<service>:dev
 	@$(foreach service,$(SERVICES),docker build -f services/$(service)/Dockerfile -t evolving-$(subst _,-,$(service)):dev . &&) true
