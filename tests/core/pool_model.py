@@ -156,7 +156,7 @@ class PoolModel:
             return 0
         needed = self.effective(block)
         alone = self._alone(block)
-        if needed > LAST and 2 * sum(self.needs.get(each.name, 0) > LAST for each in alone) <= len(alone):
+        if needed > LAST and 8 * sum(self.needs.get(each.name, 0) > LAST for each in alone) <= len(alone):
             needed -= LAST
         return max(needed, LANDING if tier is Tier.L2 and block.used_in(Tier.L1) else 0)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 
 from evolving.core.config import EvictionPolicy
-from evolving.core.needs import LANDING, is_last, need_at_end
+from evolving.core.needs import LANDING, blocks_until_last, is_last, need_at_end
 from evolving.core.pool_runs import Run
 from evolving.core.terms import Tier
 
@@ -50,11 +50,11 @@ class EvictionOrder:
         return (needed, run.accessed, run.serial, run)
 
     def _most(self, run: Run) -> int:
-        """Blocks that may leave before what is left has more with no other copy than with one."""
+        """Blocks that may leave as one piece, before what is left goes by another need."""
         if not self._needs_matter or not is_last(run.effective) or is_last(run.need):
             return run.size
         last, blocks = _alone(run)
-        return min(run.size, max(1, blocks - 2 * last + 1))
+        return min(run.size, blocks_until_last(last, blocks))
 
 
 def _alone(run: Run) -> tuple[int, int]:

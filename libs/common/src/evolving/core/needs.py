@@ -10,6 +10,8 @@ blocks must not keep all the others, that the pool has without them: what leaves
 
 from __future__ import annotations
 
+import math
+
 _COUNTS_BELOW = 1 << 32
 
 
@@ -31,10 +33,18 @@ def is_last(needed: int) -> bool:
 
 def need_at_end(effective: int, last: int, blocks: int) -> int:
     """The need of an end of a context, which goes by that of all that would leave after it: `blocks` blocks back to
-    where other contexts go on, `last` of them with no other copy. Where these are at most half, it is as of blocks
-    that another node has. `effective`: the largest need at or below the end."""
-    return count_of(effective) if is_last(effective) and 2 * last <= blocks else effective
+    where other contexts go on, `last` of them with no other copy. Where these are at most `LOST_SHARE`, it is as of
+    blocks that another node has. `effective`: the largest need at or below the end."""
+    return count_of(effective) if is_last(effective) and last <= LOST_SHARE * blocks else effective
 
+
+def blocks_until_last(last: int, blocks: int) -> int:
+    """How many of these blocks, none of the `last` ones, may leave before what is left has too many of those."""
+    return max(1, blocks - math.ceil(last / LOST_SHARE) + 1)
+
+
+LOST_SHARE = 1 / 8
+"""What the pool may lose of a part of a context that leaves a node as one that others have."""
 
 LANDING = need(1, elsewhere=False)
 """Of a block that a running leg just made: its branch will count it, and nobody else is known to have it."""
