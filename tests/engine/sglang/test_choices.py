@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 
 from evolving.core.config import EvictionPolicy, FetchStart
+from evolving.core.needs import need
 from evolving_node_agent.engines.port import CachedTokens, Tier
 from evolving_node_agent.engines.sglang import SglangConfig
 
@@ -74,6 +75,25 @@ async def test_the_needed_part_of_a_node_outlives_the_rest(counting: Node) -> No
     assert node.held[Tier.L2].issuperset(names(filler))
     status = await until_status(node, lambda status: status.l2_zero_tokens == 0)
     assert status.l2_used_tokens <= node.info.l2_tokens
+    await node.engine.set_needs(dict.fromkeys(await node.engine.needs(), 0))
+    await node.until_only_cache()
+
+
+async def test_what_another_node_has_goes_before_what_the_pool_would_lose(counting: Node) -> None:
+    """However many count it, and though its last block, an output, is on this node alone."""
+    node = counting
+    last, spare = prompt(63_000, 7 * BLOCK), prompt(63_001, 7 * BLOCK)
+    await held_by(node, last)
+    await held_by(node, spare)
+    needs = dict.fromkeys(names(last), need(1, elsewhere=False)) | dict.fromkeys(names(spare), need(3, elsewhere=True))
+    needs[names(spare)[-1]] = need(1, elsewhere=False)
+    await node.engine.set_needs(needs)
+    seeds = count(63_100)
+    while node.held[Tier.L2].intersection(names(spare)):
+        assert node.held[Tier.L2].issuperset(names(last))
+        filler = prompt(next(seeds), 7 * BLOCK)
+        await prefill_only(node, filler)
+        await node.engine.set_needs(dict.fromkeys(names(filler), need(1, elsewhere=False)))
     await node.engine.set_needs(dict.fromkeys(await node.engine.needs(), 0))
     await node.until_only_cache()
 

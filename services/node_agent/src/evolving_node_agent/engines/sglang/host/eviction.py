@@ -14,6 +14,7 @@ from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
 
 from evolving.core.config import EvictionPolicy
+from evolving.core.needs import is_last, need_at_end
 
 from .needs import Needs
 
@@ -27,7 +28,20 @@ class NeedStrategy(EvictionStrategy):  # type: ignore[misc]
 
     def get_priority(self, node: Any) -> tuple[int, float]:
         """What leaves first has the smallest."""
-        return (self.effective_need(node), node.last_access_time)
+        effective = self.effective_need(node)
+        return (need_at_end(effective, *self._alone(node)) if is_last(effective) else effective, node.last_access_time)
+
+    def _alone(self, node: Any) -> tuple[int, int]:
+        """Of a node and those before it back to where another context goes on: blocks with no other copy, and all."""
+        last = blocks = 0
+        at = node
+        while at.parent is not None:
+            own_last, own_blocks = self.needs.last_blocks(at)
+            last, blocks = last + own_last, blocks + own_blocks
+            if len(at.parent.children) > 1:
+                break
+            at = at.parent
+        return last, blocks
 
     def effective_need(self, node: Any) -> int:
         """The largest need of a node's blocks and of its descendants'; 0 where needs don't matter.

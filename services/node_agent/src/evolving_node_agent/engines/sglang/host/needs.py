@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from evolving.core.needs import is_last
+
 from .names import names_of
 
 
@@ -62,3 +64,10 @@ class Needs:
                     cuts.append(index + 1)
                 level = need
         return level, tuple(cuts)
+
+    def last_blocks(self, node: Any) -> tuple[int, int]:
+        """Blocks of a tree node that the pool would lose with this copy, and all of them."""
+        if node.hash_value is None:
+            return 0, 0
+        names = names_of(node)
+        return sum(is_last(self._needs.get(name, 0)) for name in names), len(names)
