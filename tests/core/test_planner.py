@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evolving.core.modes import Hold, Mode, hold_in_force, mode_in_force
 from evolving.core.planner import (
     Decision,
     DecisionKind,
@@ -24,6 +25,7 @@ from evolving.core.planner import (
     parse_role,
     propose_changes,
     propose_shape,
+    release,
     role_text,
 )
 from evolving.core.terms import Role
@@ -308,3 +310,71 @@ def test_whatever_comes_and_goes_each_phase_keeps_a_node_and_epochs_grow(
             check_roles(serving, set(serving))
         moved = [n for n, r in kept.items() if split.roles[n] is not r]
         assert len(moved) <= 1, "a node that stays moves only to fill an empty phase"
+
+
+def test_a_hold_lasts_until_its_time_or_for_ever() -> None:
+    timed, lasting = Hold("ops", until_s=10.0), Hold("ops")
+    assert hold_in_force(timed, 9.9) is timed
+    assert hold_in_force(timed, 10.0) is None
+    assert hold_in_force(lasting, 1e12) is lasting
+    assert hold_in_force(None, 0.0) is None
+    for configured in Mode:
+        assert mode_in_force(configured, timed, 9.9) is Mode.MANUAL
+        assert mode_in_force(configured, timed, 10.0) is configured
+        assert mode_in_force(configured, None, 0.0) is configured
+
+
+def test_an_operator_s_proposal_says_what_holds_from_then_on() -> None:
+    split, live, hold = split_of(a=P, b=P, c=D), {"a", "b", "c"}, Hold("ops", "a test of decode", until_s=99.0)
+    for given_hold in (hold, None):
+        shaped = propose_shape(
+            split,
+            live,
+            SplitShape(1, 2),
+            expected_epoch=0,
+            reason="",
+            author="ops",
+            now_s=7.0,
+            hold=given_hold,
+        )
+        named = propose_changes(
+            split,
+            live,
+            {"b": D},
+            expected_epoch=0,
+            reason="",
+            author="ops",
+            prefill_share=0.5,
+            now_s=7.0,
+            hold=given_hold,
+        )
+        assert (shaped.hold, named.hold) == (given_hold, given_hold)
+
+
+def test_nodes_that_come_and_go_are_followed_under_a_hold_which_stays() -> None:
+    hold = Hold("ops", until_s=99.0)
+    for now_s, kept in ((98.0, hold), (99.0, None)):
+        for split, live in ((split_of(a=P, b=P, c=D), {"a", "c"}), (Split(), {"a", "b"})):
+            decision = follow_membership(
+                split,
+                live,
+                initial=None,
+                prefill_share=0.5,
+                author="planner",
+                now_s=now_s,
+                hold=hold,
+            )
+            assert decision is not None
+            assert decision.changes_split
+            assert decision.hold == kept
+
+
+def test_releasing_leaves_the_split_and_ends_the_hold() -> None:
+    split = split_of(a=P, b=D)
+    decision = release(split, reason="", author="ops", prefill_share=0.4, now_s=7.0)
+    assert decision.kind is DecisionKind.OPERATOR
+    assert not decision.changes_split
+    assert decision.roles_after == split.roles
+    assert decision.hold is None
+    assert decision.prefill_share == 0.4
+    assert decision.reason == "operator released the split"

@@ -6,6 +6,7 @@ slowest at prefill costs that phase least, taking the fastest at decode gives th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -50,6 +51,20 @@ def fewest_moves(
     return placements
 
 
+@dataclass(frozen=True, slots=True)
+class _Orders:
+    """The nodes that could move, by what they give the phase they would join and by what the one they leave loses."""
+
+    by_gain: Sequence[str]
+    by_loss: Sequence[str]
+
+    def pick(self, moves: int, by_gain_first: int) -> tuple[str, ...]:
+        """`moves` nodes: so many by gain, the rest by loss."""
+        taken = dict.fromkeys(self.by_gain[:by_gain_first])
+        rest = (node for node in self.by_loss if node not in taken)
+        return (*taken, *itertools.islice(rest, moves - by_gain_first))
+
+
 class _Search:
     def __init__(
         self,
@@ -65,12 +80,7 @@ class _Search:
             phase: kinds.count(models[node] for node, role in roles.items() if role is phase)
             for phase in (Role.PREFILL, Role.DECODE)
         }
-        single = np.eye(len(kinds.models), dtype=np.int64)
-        # What a node of each kind is worth in each phase, on its own with a mean share of the requests.
-        self._worth = {
-            Role.PREFILL: kinds.prefill_rates(single, work),
-            Role.DECODE: kinds.decode_rates(single, work, open_requests / len(roles)),
-        }
+        self._prefill_worth = kinds.prefill_rates(np.eye(len(kinds.models), dtype=np.int64), work)
 
     def counts(self, moved: Sequence[str], to: Role) -> tuple[CountArray, CountArray]:
         """Nodes per kind that prefill and that decode once `moved` have role `to`."""
@@ -80,34 +90,40 @@ class _Search:
 
     def moved_to(self, to: Role) -> list[tuple[str, ...]]:
         """The nodes to move to role `to` for one move, two, and so on, leaving one behind."""
-        leave = Role.DECODE if to is Role.PREFILL else Role.PREFILL
-        nodes = sorted((node for node, role in self._roles.items() if role is leave), reverse=True)
-        kind = {node: self._kinds.of(self._models[node]) for node in nodes}
-        gain, loss = self._worth[to], self._worth[leave]
-        by_gain = sorted(nodes, key=lambda node: (-gain[kind[node]], loss[kind[node]]))
-        by_loss = sorted(nodes, key=lambda node: (loss[kind[node]], -gain[kind[node]]))
-
-        def pick(moves: int, by_gain_first: int) -> tuple[str, ...]:
-            taken = dict.fromkeys(by_gain[:by_gain_first])
-            rest = (node for node in by_loss if node not in taken)
-            return (*taken, *(node for node, _ in zip(rest, range(moves - by_gain_first), strict=False)))
-
-        if by_gain == by_loss:
-            return [pick(moves, 0) for moves in range(1, len(nodes))]
+        nodes = sorted((node for node, role in self._roles.items() if role is not to), reverse=True)
+        moves = list(range(1, len(nodes)))
+        orders = [self._orders(nodes, count, to) for count in moves]
+        if not moves or len(self._kinds.models) == 1:
+            return [order.pick(count, 0) for order, count in zip(orders, moves, strict=True)]
         # The more are taken by gain, the more the phase they join has and the less the one they leave: Θ, the smaller,
         # is largest where the two cross, on one side or the other. That is found for all counts of moves at once.
-        moves = list(range(1, len(nodes)))
         low, high = [0] * len(moves), list(moves)
         while any(a < b for a, b in zip(low, high, strict=True)):
             middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
-            joined, left = self._rates([pick(*row) for row in zip(moves, middle, strict=True)], to)
+            joined, left = self._rates(self._picked(orders, moves, middle), to)
             for i, crossed in enumerate(joined >= left):
                 if low[i] < high[i]:
                     low[i], high[i] = (low[i], middle[i]) if crossed else (middle[i] + 1, high[i])
-        before = [pick(count, max(at - 1, 0)) for count, at in zip(moves, low, strict=True)]
-        after = [pick(count, at) for count, at in zip(moves, low, strict=True)]
+        before = self._picked(orders, moves, [max(at - 1, 0) for at in low])
+        after = self._picked(orders, moves, low)
         better = np.minimum(*self._rates(after, to)) > np.minimum(*self._rates(before, to))
         return [b if is_better else a for a, b, is_better in zip(before, after, better, strict=True)]
+
+    def _orders(self, nodes: Sequence[str], moves: int, to: Role) -> _Orders:
+        """For `moves` moves. What a node is worth at decode depends on how many there are to share the requests."""
+        kind = {node: self._kinds.of(self._models[node]) for node in nodes}
+        decodes = int(self._have[Role.DECODE].sum()) + (moves if to is Role.DECODE else -moves)
+        decode_worth = self._kinds.node_decode_rates(self._work, self._open_requests / decodes)
+        worths = (self._prefill_worth, decode_worth)
+        gain, loss = worths if to is Role.PREFILL else reversed(worths)
+        return _Orders(
+            by_gain=sorted(nodes, key=lambda node: (-gain[kind[node]], loss[kind[node]])),
+            by_loss=sorted(nodes, key=lambda node: (loss[kind[node]], -gain[kind[node]])),
+        )
+
+    @staticmethod
+    def _picked(orders: Sequence[_Orders], moves: Sequence[int], by_gain: Sequence[int]) -> list[tuple[str, ...]]:
+        return [order.pick(*counts) for order, *counts in zip(orders, moves, by_gain, strict=True)]
 
     def _rates(self, moved: Sequence[Sequence[str]], to: Role) -> tuple[FloatArray, FloatArray]:
         """Σμ of the phase joined and of the one left, per set of moved nodes."""

@@ -142,6 +142,13 @@ class Kinds:
         rates = batches / curve.seconds(np.maximum(batches, 1.0))
         return np.asarray((counts * rates).sum(axis=1) / work.decode_iterations, dtype=np.float64)
 
+    def node_decode_rates(self, work: MeanWork, open_requests: float) -> FloatArray:
+        """μ_D of one node of each kind that has `open_requests` to itself. Shape: (kinds,)."""
+        _require_both_phases(work)
+        curve = _IterationTimes(self.models, work.context_tokens)
+        batches = np.minimum(open_requests, curve.slots)
+        return np.asarray(batches / curve.seconds(np.maximum(batches, 1.0)) / work.decode_iterations, dtype=np.float64)
+
     def batches(self, counts: CountArray, work: MeanWork, open_requests: float) -> FloatArray:
         """B of one node of each kind, requests, where decode nodes share `open_requests`. Shape: (rows, kinds)."""
         return _IterationTimes(self.models, work.context_tokens).spread(counts, open_requests)
@@ -162,9 +169,9 @@ class _IterationTimes:
                 for share, model in zip(shares, models, strict=True)
             ]
         )
-        self._slots = np.array([float(model.decode_slots) for model in models])
+        self.slots = np.array([float(model.decode_slots) for model in models])
         self._least_s = self.seconds(np.ones(len(models)))
-        self._most_s = self.seconds(self._slots)
+        self._most_s = self.seconds(self.slots)
 
     def seconds(self, batch: FloatArray) -> FloatArray:
         """T_D of `batch` requests, B >= 1. Shape: (..., kinds)."""
@@ -177,9 +184,9 @@ class _IterationTimes:
         A full node stays at its slots, one slower with a single request than the others with theirs gets none.
         Shape: (rows, kinds).
         """
-        slots = np.broadcast_to(self._slots, counts.shape)
+        slots = np.broadcast_to(self.slots, counts.shape)
         wanted = np.minimum(max(open_requests, 0.0), (counts * slots).sum(axis=1))
-        if len(self._slots) == 1:  # alike nodes share alike
+        if len(self.slots) == 1:  # alike nodes share alike
             nodes = np.maximum(counts[:, 0], 1)
             return np.asarray((wanted / nodes)[:, np.newaxis], dtype=np.float64)
         low_s = np.full(len(counts), self._least_s.min(initial=0.0))
@@ -208,17 +215,17 @@ class _IterationTimes:
             asymptote = np.where(
                 self._request_s > 0, (level_s - self._fixed_s - self._experts_s) / self._request_s, 1.0
             )
-        batch = np.clip(np.maximum(start, asymptote), 1.0, self._slots)
+        batch = np.clip(np.maximum(start, asymptote), 1.0, self.slots)
         inside = (level_s > self._least_s) & (level_s < self._most_s)
         for _ in range(_INVERSE_STEPS_MAX):
             slope = self._experts_s * self._decay * np.exp(-self._decay * batch) + self._request_s
             missing_s = level_s - self.seconds(batch)
             with np.errstate(over="ignore"):
                 step = np.divide(missing_s, slope, out=np.zeros_like(batch), where=inside & (slope > 0))
-            batch = np.clip(batch + step, 1.0, self._slots)
+            batch = np.clip(batch + step, 1.0, self.slots)
             if not np.any(np.abs(step) > _INVERSE_PRECISION * batch):
                 break
-        within = np.where(level_s >= self._most_s, self._slots, batch)
+        within = np.where(level_s >= self._most_s, self.slots, batch)
         return np.asarray(np.where(level_s < self._least_s, 0.0, within), dtype=np.float64)
 
 
