@@ -59,16 +59,18 @@ async def measure(model: Path, warm_up_s: float, window_s: float, repeats: int, 
         windows = tuple(recorder.windows)
         settings = Settings(node, recorder, draw)
         await settings.prepare()
-        samples: list[Sample] = []
+        samples, runs = list[Sample](), 0
         for repeat in range(repeats):
             names = settings.names()[:: max(1, len(settings.names()) // some) if some else 1]
             for name in draw.sample(names, len(names)):
                 samples += await settings.run(name)
-            print(f"repeat {repeat + 1} of {repeats}: {len(samples)} samples", flush=True)
+            runs += len(names)
+            print(f"repeat {repeat + 1} of {repeats}: {len(samples)} samples of {runs} runs", flush=True)
     finally:
         await node.engine.stop(0)
         await asyncio.gather(*tasks)
-    return evaluate(windows, samples) | {"warm_up_s": warm_up_s, "window_s": window_s, "repeats": repeats}
+    how = {"warm_up_s": warm_up_s, "window_s": window_s, "repeats": repeats, "runs": runs}
+    return evaluate(windows, samples) | how
 
 
 def evaluate(windows: tuple[Any, ...], samples: list[Sample]) -> dict[str, Any]:
@@ -76,6 +78,9 @@ def evaluate(windows: tuple[Any, ...], samples: list[Sample]) -> dict[str, Any]:
     prefill, decode = fit_prefill(windows), fit_decode(windows)
     if prefill is None or decode is None:
         raise RuntimeError(f"{len(windows)} windows are too few for a fit: warm up for longer")
+    counts = {kind: sum(sample.kind == kind for sample in samples) for kind in KINDS}
+    if not all(counts.values()):
+        raise RuntimeError(f"a kind was never measured: {counts}")
     prompts = [sample for sample in samples if sample.kind.startswith("prefill")]
     by_length, at_best = TotalLength.of_windows(windows), TotalLength.of_samples(prompts)
     predicted = [
@@ -94,6 +99,7 @@ def evaluate(windows: tuple[Any, ...], samples: list[Sample]) -> dict[str, Any]:
         "prefill_fit": asdict(prefill),
         "decode_fit": asdict(decode),
         "windows": len(windows),
+        "counts": counts,
         "samples": [
             {
                 "setting": each.setting,

@@ -31,7 +31,7 @@ class Sample:
 
 
 def mean_error(samples: Sequence[Sample], predicted_s: Sequence[float]) -> dict[str, float]:
-    """Mean relative error by kind."""
+    """Mean relative error by kind; 0 without samples."""
     errors: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for sample, value in zip(samples, predicted_s, strict=True):
         errors[sample.kind].append(abs(value / sample.s - 1))
