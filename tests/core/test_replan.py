@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from evolving.core.config import Gate, PlannerConfig
 from evolving.core.modes import Hold, Mode
 from evolving.core.planner import Decision, DecisionKind, Split, SplitShape, effective_roles
-from evolving.core.replan import Evaluation, counts, decide_by_throughput, evaluate
+from evolving.core.replan import Evaluation, cooldown_ends_s, counts, decide_by_throughput, evaluate
 from evolving.core.slices import Slice
 from evolving.core.terms import Role
 from evolving.core.throughput import NodeModel, throughput
@@ -133,7 +133,7 @@ def test_of_the_candidates_that_pass_the_one_that_gains_most_is_taken() -> None:
 
 def test_of_equal_gains_the_one_that_moves_fewest_nodes_is_taken() -> None:
     evaluation = evaluated(split_of("8P1D"), noisy())
-    tied = tuple(replace(candidate, mean_gain=0.2 + 1e-12 * i) for i, candidate in enumerate(evaluation.candidates))
+    tied = tuple(replace(candidate, mean_gain=0.2 - 1e-12 * i) for i, candidate in enumerate(evaluation.candidates))
     best = replace(evaluation, candidates=tied).best
     assert best is not None
     assert len(best.moves) == min(len(candidate.moves) for candidate in tied if candidate.passes)
@@ -209,6 +209,7 @@ def test_no_switch_in_cooldown(since_s: float, start: str, seed: int) -> None:
     split = split_of(start, written_at_s=NOW_S - since_s)
     decision = decide(split, evaluated(split, noisy(seed=seed)))
     assert decision.changes_split == (since_s >= 120)
+    assert cooldown_ends_s(split, CONFIG) == pytest.approx(NOW_S - since_s + 120)
     if since_s < 119.99:
         assert stays(decision, split, "cools down")
 

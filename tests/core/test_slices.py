@@ -89,6 +89,17 @@ def test_in_whatever_order_samples_come_slices_are_the_means_of_their_requests(l
             assert astuple(found.work) == pytest.approx(astuple(work))
 
 
+@given(legs=LEGS, forget_s=st.lists(st.integers(0, 60), max_size=3))
+def test_invariants_hold_whatever_comes_and_is_forgotten(legs: list[Leg], forget_s: list[int]) -> None:
+    window = WorkWindow(unfinished_s=20)
+    for i, leg in enumerate(legs):
+        leg.add_to(window)
+        window.add_open(f"g{i % 2}", leg.done_s - i % 5, leg.done_s, i)
+        if i % 7 == 6 and forget_s:
+            window.forget(forget_s.pop())
+        window.check_invariants()
+
+
 def test_slices_follow_each_other_up_to_the_end() -> None:
     slices = WorkWindow().slices(end_s=700, count=10, slice_s=60)
     assert [s.started_s for s in slices] == [100 + 60 * i for i in range(10)]

@@ -70,6 +70,11 @@ def counts(measured: Slice, config: PlannerConfig) -> bool:
     )
 
 
+def cooldown_ends_s(split: Split, config: PlannerConfig) -> float:
+    """Unix time from which a switch is possible again; an evaluation before that is worth repeating then."""
+    return split.written_at_s + config.cooldown_s
+
+
 def evaluate(
     slices: Sequence[Slice], roles: Mapping[str, Role], models: Mapping[str, NodeModel], config: PlannerConfig
 ) -> Evaluation:
@@ -212,7 +217,7 @@ def _obstacle(
         return f"{held.author} holds the split until {until}"
     if mode is Mode.MANUAL:
         return "the split is changed by operators alone"
-    left_s = split.written_at_s + evaluation.config.cooldown_s - now_s
+    left_s = cooldown_ends_s(split, evaluation.config) - now_s
     if left_s > 0:
         return f"the last change cools down for {left_s:.0f} s more"
     return "in shadow nothing is changed" if mode is Mode.SHADOW else ""

@@ -7,6 +7,7 @@ request id and cuts it into slices by the time a request completed. Everything h
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterable
@@ -97,12 +98,12 @@ class WorkWindow:
 
     def add_open(self, gateway: str, from_s: float, to_s: float, requests: float) -> None:
         """A gateway had `requests` open, in the time-mean from `from_s` to `to_s`. What it said before stands."""
-        levels = self._levels.setdefault(gateway, [])
+        levels = self._levels.get(gateway, [])
         until_s = levels[-1].to_s if levels else from_s
-        if to_s <= until_s:
+        if to_s <= max(from_s, until_s):
             return
         self.unreported_s += max(0.0, from_s - until_s)
-        levels.append(_Level(max(from_s, until_s), to_s, requests))
+        self._levels.setdefault(gateway, levels).append(_Level(max(from_s, until_s), to_s, requests))
 
     def slices(self, end_s: float, count: int, slice_s: float) -> tuple[Slice, ...]:
         """The `count` slices of `slice_s` seconds up to `end_s`, oldest first. Each has its start, not its end."""
@@ -139,6 +140,17 @@ class WorkWindow:
                 self._levels[gateway] = kept
             else:
                 del self._levels[gateway]
+
+    def check_invariants(self) -> None:
+        """Assert what must hold between any two calls."""
+        for request in self._requests.values():
+            assert request.prefill is not None or not math.isnan(request.completed_s), "a request nothing was heard of"
+            assert not request.completed_s > request.heard_s
+            assert not request.completed_s < self._forgotten_until_s
+        for levels in self._levels.values():
+            assert levels, "a gateway that said nothing"
+            assert all(level.from_s < level.to_s for level in levels)
+            assert all(a.to_s <= b.from_s for a, b in itertools.pairwise(levels)), "a moment counted twice"
 
     def _heard(self, request_id: str, done_s: float) -> _Request:
         request = self._requests.setdefault(request_id, _Request(done_s))
