@@ -32,7 +32,7 @@ def test_hints_stop_at_the_first_block_nobody_else_holds() -> None:
 def test_hints_name_holders_only_without_gap_or_overlap(held: list[set[str]], own: int) -> None:
     """Of what the target has itself, what others have too; of what it lacks, all up to the first block nobody has."""
     runs = [HeldRun(at, 1, tuple(sorted(nodes))) for at, nodes in enumerate(held) if nodes]
-    named = []
+    named: list[int] = []
     for hint in holder_hints(runs, "t", own, len(held), LIVE):
         blocks = range(hint.first_block, hint.first_block + hint.blocks)
         assert blocks
