@@ -184,22 +184,37 @@ async def test_a_fetch_at_admission_begins_when_nothing_else_is_waited_for() -> 
         assert event(leg, Prefilled).cached == CachedTokens(peer=8 * BLOCK)
 
 
-async def test_what_was_fetched_stays_for_its_leg_and_a_full_pool_stops_nobody() -> None:
-    """Twelve legs fetch 96 blocks into room for 64 before any is taken: the first lose nothing, all are served."""
+async def test_a_fetch_waits_for_room_in_which_it_is_kept() -> None:
+    """Twelve legs fetch 96 blocks, and half of 64 may be kept for them: the rest comes as legs are taken, and nothing
+    is read twice or computed."""
     async with mocks("a", "b", l2_tokens=64 * BLOCK) as (_, b), mocks("c", l2_tokens=256 * BLOCK) as (c,):
         prompts = [prompt(seed, PROMPT) for seed in range(12)]
         for tokens in prompts:
             await prefill_only(c, tokens)
         mock(b).faults.stall()
-        legs = [fetching(b, tokens, c) for tokens in prompts]
-        await until_status(b, lambda status: len(status.queued) == 12 and not status.fetch_backlog_tokens)
+        legs = [fetching(b, tokens, c, fetch_deadline_s=1e6) for tokens in prompts]
+        status = await until_status(b, lambda status: status.fetched_tokens >= 32 * BLOCK)
+        assert (status.fetched_tokens, status.fetch_backlog_tokens) == (32 * BLOCK, 64 * BLOCK)
         mock(b).faults.resume()
         assert [await leg.error() for leg in legs] == [None] * 12
-        cached = [event(leg, Prefilled).cached.peer for leg in legs]
-        assert cached[0] == 8 * BLOCK
-        assert sum(cached) >= 32 * BLOCK
+        assert [event(leg, Prefilled).cached.peer for leg in legs] == [8 * BLOCK] * 12
+        assert b.engine.status().fetched_tokens == 96 * BLOCK
         mock(b).check_invariants()
         assert mock(b).kept_for_legs() == 0
+
+
+async def test_the_first_in_the_queue_gets_on_however_much_is_kept_for_others() -> None:
+    async with mocks("a", "b", l2_tokens=64 * BLOCK) as (_, b), mocks("c", l2_tokens=256 * BLOCK) as (c,):
+        prompts = [prompt(seed, PROMPT) for seed in range(5)]
+        for tokens in prompts:
+            await prefill_only(c, tokens)
+        mock(b).faults.stall()
+        others = [fetching(b, tokens, c) for tokens in prompts[:4]]
+        await until_status(b, lambda status: status.fetched_tokens == 32 * BLOCK)
+        urgent = fetching(b, prompts[4], c, priority=1)
+        await until_status(b, lambda status: status.fetched_tokens == 40 * BLOCK)
+        mock(b).faults.resume()
+        assert [await leg.error() for leg in (urgent, *others)] == [None] * 5
 
 
 async def test_what_a_waiting_leg_will_reuse_is_kept_for_it() -> None:

@@ -14,7 +14,7 @@ class PrefillQueue:
     that at most; a leg there is no room for is not passed over."""
 
     def __init__(self, config: MockConfig, cache: BlockCache, take: Callable[[PrefillLeg], bool]) -> None:
-        """take: give a leg its room and start it; False, and nothing done, where there is none."""
+        """take: discard a leg here, give it its room and start it; False, and nothing done, where there is none."""
         self._config = config
         self._cache = cache
         self._take = take
@@ -42,7 +42,6 @@ class PrefillQueue:
                 leg.fetch.let_wait(now_s)
             elif self._ready(leg, now_s):
                 if self._take(leg):
-                    self._legs.remove(leg)
                     left_tokens -= leg.left
                 else:
                     blocked = True

@@ -54,8 +54,11 @@ async def _read_from(life: Life, leg: PrefillLeg, holder: Holder) -> None:
     try:
         while holder.first_block <= (held := pool.held(names, last)) < last:
             chunk = min(config.fetch.chunk_blocks, last - held)
+            if not life.may_keep(leg, held + chunk):
+                await life.until_less_is_kept()
+                continue
             async with life.turns.turn(leg.rank, chunk * config.page_bytes):
-                if pool.held(names, last) != held:
+                if pool.held(names, last) != held or not life.may_keep(leg, held + chunk):
                     continue  # while it waited, others brought or dropped some
                 with life.reads.read(leg.fetch, chunk):
                     connection = connection or await Connection.open(holder.pool_address, config.stalled_transport_s)
@@ -97,13 +100,12 @@ def _store(life: Life, leg: PrefillLeg, first: int, blocks: int, data: Sequence[
     if blocks == 0 or life.legs.get(leg.job.leg_id) is not leg or fetch.over:
         return False
     reached = life.cache.store_fetched(names, first, first + blocks, data)
-    stored = max(0, reached - first)
-    if stored:
+    if reached > first:
         fetch.fetched.append(range(first, reached))
-        life.reads.blocks_fetched += stored
+        life.reads.blocks_fetched += reached - first
         life.keep(leg, reached)
         life.publish()
-    return stored == blocks
+    return reached < first or reached == first + blocks  # where those before have left, they are read again
 
 
 async def serve_reads(life: Life, connection: Connection, read: Read) -> None:

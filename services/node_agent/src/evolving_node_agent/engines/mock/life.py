@@ -78,6 +78,7 @@ class Life:
         self._batch: list[DecodeLeg] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
+        self._less_kept = asyncio.Event()
         self._down: EngineDown | None = None
         self.progress = Progress(meter=IterationMeter(config.decode.experts, config.decode.experts_per_token))
 
@@ -103,9 +104,9 @@ class Life:
         fetching = LegFetch(offered(job, held, reusable), job.fetch_deadline_s)
         leg = PrefillLeg(job, kv, self._order, self.clock.now_s(), reusable, fetching)
         self.legs[job.leg_id] = leg
-        self.keep(leg, self.cache.pool.matched(kv.names, held, Tier.L2))
         self.transfers.offer(leg)
         self._queue.add(leg)
+        self.keep(leg, self.cache.pool.matched(kv.names, held, Tier.L2))
         fetching.over = fetching.until == held
         if not fetching.over:
             leg.fetching = self._spawn(fetch(leg))
@@ -339,6 +340,7 @@ class Life:
         if reused is None:
             return False
         in_l1, from_l2 = reused
+        self._queue.discard(leg)
         self._let_go(leg)
         self._running.append(leg)
         leg.stage = PrefillStage.RUNNING
@@ -381,15 +383,29 @@ class Life:
 
     def keep(self, leg: PrefillLeg, blocks: int) -> None:
         """Keep the first `blocks` blocks of a waiting leg in L2, where others' blocks still find room then."""
-        pool = self.cache.pool
-        more = blocks - leg.fetch.kept
-        if more > 0 and pool.used_by(Use.QUEUED) + more <= _KEPT_SHARE * pool.capacity(Tier.L2):
-            pool.lock(leg.kv.names, leg.fetch.kept, blocks, Use.QUEUED)
+        if blocks > leg.fetch.kept and self.may_keep(leg, blocks):
+            self.cache.pool.lock(leg.kv.names, leg.fetch.kept, blocks, Use.QUEUED)
             leg.fetch.kept = blocks
 
+    def may_keep(self, leg: PrefillLeg, blocks: int) -> bool:
+        """Whether `keep` would; it always does for the first in the queue, so that one gets on."""
+        pool = self.cache.pool
+        kept = pool.used_by(Use.QUEUED) + blocks - leg.fetch.kept
+        return kept <= _KEPT_SHARE * pool.capacity(Tier.L2) or next(iter(self._queue), None) is leg
+
+    async def until_less_is_kept(self) -> None:
+        """Wait for a leg to leave the queue."""
+        await self._less_kept.wait()
+
     def _let_go(self, leg: PrefillLeg) -> None:
-        self.cache.pool.unlock(leg.kv.names, leg.fetch.kept, Use.QUEUED)
+        """Nothing is kept for a leg that left the queue, but more for others."""
+        pool = self.cache.pool
+        pool.unlock(leg.kv.names, leg.fetch.kept, Use.QUEUED)
         leg.fetch.kept = 0
+        for waiting in self._queue:
+            self.keep(waiting, pool.matched(waiting.kv.names, waiting.fetch.until, Tier.L2))
+        self._less_kept.set()
+        self._less_kept = asyncio.Event()
 
     async def _expire_holding(self, leg: PrefillLeg) -> None:
         await self.clock.sleep(leg.job.keep_s)
