@@ -80,9 +80,9 @@ async def test_the_needed_part_of_a_node_outlives_the_rest(counting: Node) -> No
 
 
 async def test_what_another_node_has_goes_before_what_the_pool_would_lose(counting: Node) -> None:
-    """However many count it, and though its last block, an output, is on this node alone."""
+    """However many count it, and though its last block of eight, an output, is on this node alone."""
     node = counting
-    last, spare = prompt(63_000, 7 * BLOCK), prompt(63_001, 7 * BLOCK)
+    last, spare = prompt(63_000, 8 * BLOCK), prompt(63_001, 8 * BLOCK)
     await held_by(node, last)
     await held_by(node, spare)
     needs = dict.fromkeys(names(last), need(1, elsewhere=False)) | dict.fromkeys(names(spare), need(3, elsewhere=True))
@@ -91,7 +91,7 @@ async def test_what_another_node_has_goes_before_what_the_pool_would_lose(counti
     seeds = count(63_100)
     while node.held[Tier.L2].intersection(names(spare)):
         assert node.held[Tier.L2].issuperset(names(last))
-        filler = prompt(next(seeds), 7 * BLOCK)
+        filler = prompt(next(seeds), 8 * BLOCK)
         await prefill_only(node, filler)
         await node.engine.set_needs(dict.fromkeys(names(filler), need(1, elsewhere=False)))
     await node.engine.set_needs(dict.fromkeys(await node.engine.needs(), 0))

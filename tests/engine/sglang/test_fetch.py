@@ -169,6 +169,33 @@ async def test_a_fetch_under_the_wait_costs_nothing_and_stays(pair: list[Node], 
     await small.until_only_cache()
 
 
+async def test_a_fetch_waits_until_what_it_reads_can_be_kept(pair: list[Node], small: Node) -> None:
+    """What is kept for waiting legs is half of L2: two of these prompts, and not a third."""
+    source = pair[0]
+    longest = small.info.max_prompt_tokens
+    usable = (longest - 1) // BLOCK
+    assert 2 * usable * BLOCK <= small.info.l2_tokens // 2 < 3 * usable * BLOCK
+    prompts = [await held_by(source, prompt(57_000 + each, longest)) for each in range(3)]
+    first, decode = jobs(small, prompt(57_500, longest - 3 * BLOCK), greedy(2), keep_s=NEVER_S)
+    holding = asyncio.create_task(collect(small.engine.prefill(first)))
+    await until_status(small, lambda status: status.holding == 1)
+    before = small.engine.status().fetched_tokens
+    whole: dict[str, Any] = {"holders": (source.holder(0, usable),), "fetch_deadline_s": NEVER_S}
+    waiting = [asyncio.create_task(events_of(small, tokens, **whole)) for tokens in prompts]
+    await until_status(small, lambda status: status.fetch_backlog_tokens == usable * BLOCK)
+    await pass_by(small, 57_600)
+    status = small.engine.status()
+    assert (status.fetch_backlog_tokens, status.fetching_blocks) == (usable * BLOCK, 0)
+    assert status.fetched_tokens - before == 2 * usable * BLOCK
+    await collect(small.engine.decode(decode))
+    await holding
+    for leg in waiting:
+        _, prefilled = await leg
+        assert prefilled.cached == CachedTokens(peer=usable * BLOCK)
+    await small.until_only_cache()
+    assert small.engine.status().fetched_tokens - before == 3 * usable * BLOCK, "read twice, or not at all"
+
+
 async def test_own_copies_stay_for_a_leg_that_waits(small: Node) -> None:
     longest = small.info.max_prompt_tokens
     tokens = await held_by(small, prompt(56_000, longest))

@@ -14,6 +14,7 @@ import torch
 from evolving.core.config import FetchConfig
 from evolving_node_agent.engines.port import Holder, PrefillJob, Sampling
 from evolving_node_agent.engines.sglang.host.fetch import Fetcher, Reader
+from evolving_node_agent.engines.sglang.host.landing import Claimed
 from evolving_node_agent.engines.sglang.host.legs import prefill_leg
 from evolving_node_agent.engines.sglang.host.pages import Layout, Range
 from evolving_node_agent.engines.sglang.host.peers import Locate, Located
@@ -31,10 +32,10 @@ class Landing:
         self.busy = Stopwatch()
         self.taken = 0
 
-    def claim(self, leg: Any, first_block: int, blocks: int) -> tuple[int, torch.Tensor]:
+    def claim(self, leg: Any, first_block: int, blocks: int, room: object) -> Claimed:
         """Pages, whatever for."""
         self.taken += blocks
-        return first_block, torch.arange(blocks * BLOCK)
+        return Claimed(first_block, torch.arange(blocks * BLOCK))
 
     def release(self, slots: torch.Tensor) -> None:
         """They are back."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import BASE_COMPONENT_TYPE
@@ -36,6 +37,20 @@ class BlockStore:
         """Leading tokens of a prompt that either tier holds. The last token is always computed."""
         match = self.match(tokens[:-1], root)
         return int(match.device_prefix_len + match.host_hit_length)
+
+    def insert_host(
+        self, tokens: TokenIds, root: bytes, first_block: int, digests: list[bytes], slots: torch.Tensor
+    ) -> int:
+        """Add host copies of a prompt's blocks from `first_block` on, below those before them.
+
+        How many of the slots, the last ones, the tree took.
+        """
+        start, end = first_block * self._block_tokens, first_block * self._block_tokens + len(slots)
+        node = self.match(tokens[:start], root).best_match_node
+        key = RadixKey(id_array(tokens[start:end]), namespace(root))
+        result = self._tree.tree_core.insert_host(node, key, slots, [digest.hex() for digest in digests])
+        self._tree._apply_cache_actions(result.cache_actions)
+        return 0 if result.host_insert_dropped else len(slots) - int(result.prefix_len)
 
     def publish_output(self, request: Any) -> None:
         """Put a running decode's completed blocks into the tree, and so through to L2."""

@@ -21,6 +21,7 @@ from evolving_node_agent.engines.sglang.translate import token_bytes
 
 from .admission import Admission
 from .blocks import BlockStore
+from .keeping import Keeping
 from .landing import Landing
 from .leaving import Leaving
 from .legs import DecodeLeg, FirstToken, Leg, Phase, PrefillLeg
@@ -43,7 +44,8 @@ class Desk:
         self._fetch_start = config.fetch_start
         self.blocks = blocks
         self.admission = Admission(self._on_turn)
-        self.landing = Landing(scheduler.tree_cache, blocks, config.block_tokens, config.l2_tokens)
+        self.keeping = Keeping(scheduler.tree_cache, blocks, config.block_tokens, config.l2_tokens, self.resolve)
+        self.landing = Landing(scheduler.tree_cache, blocks, self.keeping, config.block_tokens)
         self.leaving = Leaving(scheduler.tree_cache, blocks.residency)
         self.prefills: dict[str, PrefillLeg] = {}  # queued, computing or holding, by request id
         self.decodes: dict[str, DecodeLeg] = {}  # with a slot, by request id
@@ -63,9 +65,8 @@ class Desk:
         request = make_request(leg, sampling, leg.generated + 1, leg.command.priority, self._scheduler.model_config)
         leg.request = request
         leg.phase = Phase.QUEUED
-        leg.known_cached_tokens = self.blocks.cached_tokens(leg.tokens, leg.root)
         self.prefills[leg.rid] = leg
-        self.landing.protect(leg)
+        self.keeping.enter(leg)
         self._plan_fetch(leg)
         self._scheduler._add_request_to_queue(request)
 
@@ -104,12 +105,13 @@ class Desk:
                 fetch_s, hidden_s = leg.fetch.reading.total_s, leg.fetch.hidden_s
                 self.report(m.LegTaken(leg.leg_id, now_s - leg.arrived_s, fetch_s=fetch_s, hidden_s=hidden_s))
                 self.resolve(leg.taken, None)
+        self.keeping.give_room()
         self.flush()
 
     def _leave_queue(self, leg: PrefillLeg, phase: Phase) -> None:
         leg.phase = phase
         self.admission.forget(leg)
-        self.landing.unprotect(leg)
+        self.keeping.leave(leg)
 
     def claim_row(self, request: Any) -> bool:
         """SGLang gives back a request's KV row; keep it when a decode leg is to come for it."""
@@ -269,6 +271,7 @@ class Desk:
         for request in self._scheduler.running_batch.reqs:
             self.blocks.publish_output(request)
         self.leaving.drop()
+        self.keeping.give_room()
         changes = self.blocks.residency.take_changes()
         if changes:
             self.report(m.KvChanged(changes))

@@ -1,7 +1,8 @@
 """Reading the blocks of a prompt that peers hold in their L2, while its leg is queued. Service's thread.
 
 A fetch proceeds in chunks. Each takes a turn by the leg's rank, asks a holder where the blocks lie, reads them and puts
-them into the tree, so what comes later, or not at all, costs nothing of what came before.
+them into the tree, so what comes later, or not at all, costs nothing of what came before. Where a chunk could not be
+kept until its leg is taken, the fetch waits for room, and without a turn.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .transport import Transport
 
 if TYPE_CHECKING:
     from .blocks import BlockStore
-    from .landing import Landing
+    from .landing import Claimed, Landing
 
 logger = logging.getLogger(__name__)
 _CHUNK_S = 4.0  # longest that finding and reading one chunk may take
@@ -46,6 +47,7 @@ class _Fetch:
     chain: list[bytes]  # digests of the blocks that can be used
     first: int  # the next block wanted
     spent: set[int] = field(default_factory=set)  # holders, by place, that have no more for this leg
+    room: asyncio.Future[None] | None = None  # resolved when the next chunk may be kept
 
     def names(self, end: int) -> bytes:
         """The names from the next block wanted to `end`."""
@@ -105,6 +107,9 @@ class Fetcher:
         fetch = _Fetch(leg, chain, leg.known_cached_tokens // self._block_tokens)
         while (place := self._next_holder(fetch)) is not None:
             await self._chunk(fetch, place)
+            if fetch.room is not None:
+                await fetch.room
+                fetch.room = None
 
     def _next_holder(self, fetch: _Fetch) -> int | None:
         """The place of a holder that may have the next block, and what is missing then."""
@@ -127,8 +132,7 @@ class Fetcher:
         name = fetch.chain[fetch.first]
         if (coming := self._coming.get(name)) is not None:
             await coming.wait()  # another leg reads the same
-            held, _ = await self._claim(fetch, 0)
-            fetch.first = max(held, fetch.first)
+            fetch.first = max(fetch.first, await self._inbox.call(lambda: self._landing.look(fetch.leg)))
             return
         size_bytes = 2 * self._layout.l2_page_bytes * (end - fetch.first)
         async with self._turns.turn(fetch.leg.fetch.rank, size_bytes):
@@ -144,7 +148,10 @@ class Fetcher:
                 over.set()
 
     async def _bring(self, fetch: _Fetch, holder: Holder, end: int) -> int:
-        """Find, read and insert blocks from `fetch.first` to `end`, as many as the holder has; how many came."""
+        """Find, read and insert blocks from `fetch.first` to `end`, as many as the holder has.
+
+        How many came; all of them where that says nothing about the holder, because they are here or there is no room.
+        """
         try:
             async with asyncio.timeout(_CHUNK_S):
                 peer, places = await self._locate(holder, fetch.names(end))
@@ -155,10 +162,15 @@ class Fetcher:
         if not places:
             return 0
         first = fetch.first
-        held, slots = await self._claim(fetch, len(places))
-        if held > first:
-            fetch.first = held
-            return end - first  # the holder is as good as before
+        room = asyncio.get_running_loop().create_future()
+        claimed = await self._claim(fetch, len(places), room)
+        if claimed.waits:
+            fetch.room = room
+            return end - first
+        if claimed.held > first:
+            fetch.first = claimed.held
+            return end - first
+        slots = claimed.slots
         if slots is None:
             return 0
         reading = asyncio.ensure_future(self._read(peer, slots, places))
@@ -192,14 +204,14 @@ class Fetcher:
             return peer, []
         return peer, (await peer.ask(Locate(names), Located)).places
 
-    async def _claim(self, fetch: _Fetch, blocks: int) -> tuple[int, torch.Tensor | None]:
+    async def _claim(self, fetch: _Fetch, blocks: int, room: asyncio.Future[None]) -> Claimed:
         """`Landing.claim`; given back at once when the leg is gone before its slots come."""
         first = fetch.first
-        asked = asyncio.ensure_future(self._inbox.call(lambda: self._landing.claim(fetch.leg, first, blocks)))
+        asked = asyncio.ensure_future(self._inbox.call(lambda: self._landing.claim(fetch.leg, first, blocks, room)))
         try:
             return await asyncio.shield(asked)
         except asyncio.CancelledError:
-            asked.add_done_callback(lambda done: self._release(done.result()[1]))
+            asked.add_done_callback(lambda done: self._release(done.result().slots))
             raise
 
     def _release(self, slots: torch.Tensor | None) -> None:

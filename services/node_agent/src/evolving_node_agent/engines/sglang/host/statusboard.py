@@ -73,7 +73,7 @@ class StatusBoard:
             retractions=self.retractions,
             l2_zero_tokens=desk.blocks.residency.zero_blocks * scheduler.page_size,
             fetch_backlog_tokens=sum(leg.fetch.missing_tokens for leg in by_phase[Phase.QUEUED]),
-            fetching_blocks=desk.landing.blocks_taken,
+            fetching_blocks=desk.keeping.blocks_coming,
             fetched_tokens=desk.landing.fetched_tokens,
             fetch_busy_s=desk.landing.busy.total_s,
             ran=self.meter.totals(),
