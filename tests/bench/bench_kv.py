@@ -45,7 +45,7 @@ FETCH_ALWAYS = ("--fetch", "always")
 
 
 def policy_arms(sessions: Sequence[TraceSession], plan: Plan) -> Iterator[dict[str, Any]]:
-    """The arm that never evicts, each share with both policies, and one of them faster."""
+    """The arm that never evicts, then each share with both policies."""
 
     def arm(name: str, **more: Any) -> Arm:
         # Reads do not speed up with the mock as computing does: by time alone, short tails would be computed anew.
@@ -65,10 +65,6 @@ def policy_arms(sessions: Sequence[TraceSession], plan: Plan) -> Iterator[dict[s
             sized = arm(f"pool {share}, {policy}", l2_tokens=l2_tokens, node_flags=("--eviction", policy))
             row = {"pool_share": share, "policy": policy, **_policy_row(told(sized, plan)), "oracle": oracle}
             yield row
-    if plan.endurance_compression:
-        l2_tokens = pool_tokens(whole.peak_held_blocks, 1.0, plan.nodes)
-        faster = arm("pool 1.0, agent, faster", l2_tokens=l2_tokens, compression=plan.endurance_compression)
-        yield {"pool_share": 1.0, "policy": "agent", **_policy_row(told(faster, plan)), "oracle": None}
 
 
 def fetch_arms(sessions: Sequence[TraceSession], plan: Plan) -> Iterator[dict[str, Any]]:
@@ -151,8 +147,7 @@ def main(
     played, fetched = policy_sessions(recorded, plan), fetch_sessions(recorded, plan)
     result: dict[str, Any] = {"quick": quick, "plan": plan.as_json(), "arms": [], "fetch": []}
     for row in policy_arms(played, plan):
-        place = "arms" if row["oracle"] else "endurance" if row["pool_share"] else "never_evicts"
-        keep(result, place, row)
+        keep(result, "arms" if row["oracle"] else "never_evicts", row)
     result["peak_active_working_set_blocks"] = result["never_evicts"]["peak_held_blocks"]
     for row in fetch_arms(fetched, plan):
         keep(result, "fetch", row)

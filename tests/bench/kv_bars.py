@@ -39,8 +39,6 @@ def bars(result: dict[str, Any]) -> Iterator[Bar]:
         yield from _run_bars(
             f"fetch {run['mode']}" if "mode" in run else f"pool {run['pool_share']} {run['policy']}", run
         )
-    if "endurance" in result:
-        yield from _run_bars(f"{result['endurance']['compression']:g} times as fast", result["endurance"])
 
 
 def _policy_bars(share: float, agent: dict[str, Any], lru: dict[str, Any]) -> Iterator[Bar]:

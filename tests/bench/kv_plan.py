@@ -20,13 +20,12 @@ class Plan:
     nodes: int = 6
     split: str = "3P3D"
     # Policy arms.
-    sessions: int = 120
-    concurrency: int = 40
-    # Two cores serve some 30 requests a second; faster, requests would wait for the machine, not for the nodes.
-    compression: float = 50.0
+    sessions: int = 100
+    concurrency: int = 30
+    # Two cores serve some 30 requests a second, which the first sessions come near to for a few seconds.
+    compression: float = 100.0
     session_hours: float = 6.0
     stagger_s: float = 1800.0  # the first sessions start spread over so much
-    endurance_compression: float = 100.0  # of one more arm, for its audit and memory alone; 0: none
     # Longer prompts need more device memory on every node (twice the longest context each), which would be a second
     # pool beside the one measured.
     prompt_tokens: int = 160_000
@@ -40,14 +39,14 @@ class Plan:
     fetch_sessions: int = 60
     fetch_requests: int = 20  # of each session's main agent, at most
     fetch_concurrency: int = 60
-    fetch_compression: float = 8.0
-    fetch_stagger_s: float = 800.0
-    fetch_span_s: float = 1000.0  # sessions whose first requests were recorded within so long
+    fetch_compression: float = 10.0
+    fetch_stagger_s: float = 1500.0
+    fetch_span_s: float = 500.0  # sessions whose first requests were recorded within so long
     fetch_first_tokens: int = 50_000  # sessions whose first prompt is no longer
-    # Equation 1 in the fetch arms: 1,700 tokens a second, and what attention to a long context costs.
-    prefill_coefficients: tuple[float, ...] = (0.004, 6e-4, 2e-9, 4e-7, 0.0)
-    # One read: 70 KB of KV a token over 0.7 GB/s, as without RDMA.
-    fetch_tokens_per_s: float = 10_000.0
+    # Equation 1 in the fetch arms: 1,100 tokens a second, and what attention to a long context costs.
+    prefill_coefficients: tuple[float, ...] = (0.004, 9e-4, 2e-9, 4e-7, 0.0)
+    # One read: 70 KB of KV a token over 1.4 GB/s, as without RDMA.
+    fetch_tokens_per_s: float = 20_000.0
 
     @property
     def context_tokens(self) -> int:
@@ -67,10 +66,7 @@ class Plan:
 QUICK = replace(
     Plan(),
     sessions=40,
-    concurrency=30,
-    compression=100.0,
     stagger_s=600.0,
-    endurance_compression=0.0,
     session_hours=2.0,
     pool_shares=(0.86,),
     fetch_modes=("async", "at_start"),
