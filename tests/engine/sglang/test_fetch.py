@@ -175,18 +175,27 @@ async def test_a_fetch_waits_until_what_it_reads_can_be_kept(pair: list[Node], s
     longest = small.info.max_prompt_tokens
     usable = (longest - 1) // BLOCK
     assert 2 * usable * BLOCK <= small.info.l2_tokens // 2 < 3 * usable * BLOCK
-    prompts = [await held_by(source, prompt(57_000 + each, longest)) for each in range(3)]
+    *prompts, ended = [await held_by(source, prompt(57_000 + each, longest)) for each in range(4)]
     first, decode = jobs(small, prompt(57_500, longest - 3 * BLOCK), greedy(2), keep_s=NEVER_S)
     holding = asyncio.create_task(collect(small.engine.prefill(first)))
     await until_status(small, lambda status: status.holding == 1)
     before = small.engine.status().fetched_tokens
     whole: dict[str, Any] = {"holders": (source.holder(0, usable),), "fetch_deadline_s": NEVER_S}
+
+    def two_are_here(status: EngineStatus, waiting: int) -> bool:
+        came = (status.fetched_tokens - before, status.fetch_backlog_tokens, status.fetching_blocks)
+        return came == (2 * usable * BLOCK, waiting * usable * BLOCK, 0)
+
     waiting = [asyncio.create_task(events_of(small, tokens, **whole)) for tokens in prompts]
-    await until_status(small, lambda status: status.fetch_backlog_tokens == usable * BLOCK)
+    await until_status(small, lambda status: two_are_here(status, 1))
+    job, _ = jobs(small, ended, greedy(1), **whole)
+    aborted = asyncio.create_task(collect(small.engine.prefill(job)))
+    await until_status(small, lambda status: two_are_here(status, 2))
+    assert await small.engine.abort(job.leg_id)
+    with pytest.raises(Aborted):
+        await aborted
     await pass_by(small, 57_600)
-    status = small.engine.status()
-    assert (status.fetch_backlog_tokens, status.fetching_blocks) == (usable * BLOCK, 0)
-    assert status.fetched_tokens - before == 2 * usable * BLOCK
+    assert two_are_here(small.engine.status(), 1)
     await collect(small.engine.decode(decode))
     await holding
     for leg in waiting:

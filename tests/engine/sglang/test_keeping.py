@@ -221,11 +221,12 @@ class Engine(Landing):
         return leg in self.rooms and not self.rooms[leg].done()
 
     async def leave(self, leg: PrefillLeg) -> None:
-        """The leg is taken, or aborted."""
+        """The leg is taken, or aborted. Its fetch hears of it a little later."""
         task = self.legs.pop(leg)
-        task.cancel()
         self.keeping.leave(leg)
         self.keeping.give_room()
+        await asyncio.sleep(0)
+        task.cancel()
         await asyncio.wait([task])
 
     def first(self) -> PrefillLeg:
@@ -333,6 +334,23 @@ async def test_blocks_that_found_no_room_are_kept_once_there_is_some() -> None:
     engine.store.evict(L2)
     assert [engine.whole(leg) for leg in legs] == [False, True, True, False], "the first in rank goes first"
     for leg in legs[1:]:
+        await engine.leave(leg)
+    engine.check_nothing_stays()
+
+
+async def test_own_blocks_that_left_for_want_of_room_are_read_as_well() -> None:
+    engine = Engine()
+    first, second = (engine.arrive(prompt(12)) for _ in range(2))
+    await engine.settle()
+    third = engine.arrive(prompt(4, after=engine.put(prompt(12))))
+    await engine.settle()
+    assert engine.waits(third)
+    engine.store.evict(L2)
+    await engine.leave(first)
+    await engine.settle()
+    engine.check()
+    assert engine.fetched_tokens == (12 + 12 + 16) * BLOCK
+    for leg in (second, third):
         await engine.leave(leg)
     engine.check_nothing_stays()
 

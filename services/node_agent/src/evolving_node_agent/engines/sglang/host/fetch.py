@@ -46,6 +46,7 @@ class _Fetch:
     leg: PrefillLeg
     chain: list[bytes]  # digests of the blocks that can be used
     first: int  # the next block wanted
+    found: int  # leading blocks that were here, as few as there ever were
     spent: set[int] = field(default_factory=set)  # holders, by place, that have no more for this leg
     room: asyncio.Future[None] | None = None  # resolved when the next chunk may be kept
 
@@ -104,7 +105,8 @@ class Fetcher:
         """
         usable = (len(leg.tokens) - 1) // self._block_tokens
         chain = digests(leg.tokens, leg.root, self._block_tokens)[:usable]
-        fetch = _Fetch(leg, chain, leg.known_cached_tokens // self._block_tokens)
+        held = leg.known_cached_tokens // self._block_tokens
+        fetch = _Fetch(leg, chain, held, held)
         while (place := self._next_holder(fetch)) is not None:
             await self._chunk(fetch, place)
             if fetch.room is not None:
@@ -167,8 +169,8 @@ class Fetcher:
         if claimed.waits:
             fetch.room = room
             return end - first
-        if claimed.held > first:
-            fetch.first = claimed.held
+        if claimed.held > first or claimed.held < fetch.found:
+            fetch.first, fetch.found = claimed.held, min(fetch.found, claimed.held)
             return end - first
         slots = claimed.slots
         if slots is None:
