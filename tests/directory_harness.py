@@ -14,6 +14,7 @@ from etcd_process import Etcd
 from running import running
 from waiting import WAIT_S, eventually
 
+from evolving.core.blocks import split_names
 from evolving.core.terms import Phase, Role, Tier
 from evolving.internal.v1 import directory_pb2, directory_pb2_grpc
 from evolving.runtime import keys as records
@@ -285,7 +286,7 @@ class Node:
         elif kind == "counts":
             self._take_counts(message.counts)
         elif kind == "counts_query":
-            entries = [directory_pb2.BlockCount(name=name, count=count) for name, count in self.counts.items()]
+            entries = [directory_pb2.CountedBlocks(names=name, count=count) for name, count in self.counts.items()]
             query_id = message.counts_query.query_id
             await self.send(counts_reply=directory_pb2.CountsReply(query_id=query_id, counts=entries[::2]))
             await self.send(counts_reply=directory_pb2.CountsReply(query_id=query_id, counts=entries[1::2], last=True))
@@ -296,7 +297,7 @@ class Node:
 
     def _take_counts(self, counts: directory_pb2.Counts) -> None:
         self.count_sequences.append(counts.sequence)
-        heard = {entry.name: entry.count for entry in counts.counts}
+        heard = {name: blocks.count for blocks in counts.counts for name in split_names(blocks.names)}
         self._heard |= heard
         self.counts |= heard
         if counts.complete:

@@ -21,6 +21,7 @@ from node_agent_harness import (
 from waiting import eventually
 
 from evolving.core import directory_types as core
+from evolving.core.blocks import split_names
 from evolving.core.directory import Directory
 from evolving.core.needs import need
 from evolving.core.terms import Phase
@@ -240,7 +241,7 @@ async def test_a_directory_of_a_lower_term_is_not_obeyed(etcd: Etcd) -> None:
 
 
 def _counts(counts: dict[bytes, int], complete: bool = False) -> directory_pb2.Counts:
-    each = [directory_pb2.BlockCount(name=name, count=count) for name, count in counts.items()]
+    each = [directory_pb2.CountedBlocks(names=name, count=count) for name, count in counts.items()]
     return directory_pb2.Counts(counts=each, complete=complete)
 
 
@@ -251,8 +252,8 @@ async def test_a_block_that_another_node_has_is_needed_less(etcd: Etcd) -> None:
         await node.serve(prefill_request(ids(1, 100)))
         spare, last = names_of(ids(1, 100))[:2]
         counts = [
-            directory_pb2.BlockCount(name=spare, count=3, elsewhere=True),
-            directory_pb2.BlockCount(name=last, count=1),
+            directory_pb2.CountedBlocks(names=spare, count=3, elsewhere=True),
+            directory_pb2.CountedBlocks(names=last, count=1),
         ]
         directory.say(counts=directory_pb2.Counts(counts=counts))
         directory.say(counts_query=directory_pb2.CountsQuery(query_id=1))
@@ -327,11 +328,12 @@ async def test_counts_are_told_when_asked(etcd: Etcd) -> None:
         counts = dict.fromkeys(names_of(ids(1, 100)), 2)
         directory.say(counts=_counts(counts))
         directory.say(counts_query=directory_pb2.CountsQuery(query_id=8))
-        await directory.until(lambda: len(directory.said("counts_reply")) == 2)
-        empty, full = directory.said("counts_reply")
+        await directory.until(lambda: sum(reply.last for reply in directory.said("counts_reply")) == 2)
+        empty, *full = directory.said("counts_reply")
         assert (empty.query_id, empty.last, list(empty.counts)) == (7, True, [])
-        assert (full.query_id, full.last) == (8, True)
-        assert {each.name: each.count for each in full.counts} == counts
+        assert {reply.query_id for reply in full} == {8}
+        told = {name: each.count for reply in full for each in reply.counts for name in split_names(each.names)}
+        assert told == counts
 
 
 async def test_retier_frees_device_memory(etcd: Etcd) -> None:

@@ -6,7 +6,9 @@ import asyncio
 import itertools
 from dataclasses import dataclass, field
 
+from evolving.core.blocks import split_names
 from evolving.core.directory_types import AuditReport
+from evolving.core.prefix_index import check_names
 from evolving.internal.v1 import directory_pb2
 from evolving_directory.host import Host
 from evolving_directory.slices import in_turns
@@ -26,11 +28,14 @@ class CountsQueries:
         self._open: dict[tuple[str, int], _Query] = {}
 
     def take_reply(self, node_id: str, reply: directory_pb2.CountsReply) -> None:
-        """Part of an answer; of a question given up, it is dropped."""
+        """Part of an answer; of a question given up, it is dropped. Raises InvalidArgument."""
         query = self._open.get((node_id, reply.query_id))
         if query is None:
             return
-        query.counts.update((entry.name, entry.count) for entry in reply.counts if entry.count)
+        for blocks in reply.counts:
+            check_names(blocks.names)
+            if blocks.count:
+                query.counts.update(dict.fromkeys(split_names(blocks.names), blocks.count))
         if reply.last:
             query.answered.set()
 

@@ -10,7 +10,6 @@ from evolving.core.directory_types import CountUpdate
 from evolving.core.terms import NAME_BYTES
 from evolving.internal.v1 import directory_pb2
 from evolving.runtime.clock import Clock
-from evolving.wire.directory import counts_to_proto
 from evolving_directory.errors import NodeTooSlow
 
 # Blocks in one message: a few hundred kilobytes, built in about a millisecond.
@@ -135,14 +134,14 @@ class Outbox:
 
     def _next_counts(self) -> directory_pb2.Counts:
         room = BLOCKS_PER_MESSAGE
-        batch: list[directory_pb2.BlockCount] = []
+        batch: list[directory_pb2.CountedBlocks] = []
         while room and self._items and isinstance(update := self._items[0], CountUpdate):
             now, later = update.names[: room * NAME_BYTES], update.names[room * NAME_BYTES :]
             if later:
                 self._items[0] = update._replace(names=later)
             else:
                 self._items.popleft()
-            batch += counts_to_proto(now, update.count, update.elsewhere)
+            batch.append(directory_pb2.CountedBlocks(names=now, count=update.count, elsewhere=update.elsewhere))
             room -= len(now) // NAME_BYTES
-        self._waiting_blocks -= len(batch)
+        self._waiting_blocks -= BLOCKS_PER_MESSAGE - room
         return directory_pb2.Counts(counts=batch)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import grpc
 import grpc.aio
 
+from evolving.core.blocks import split_names
 from evolving.core.needs import count_of, need
 from evolving.internal.v1 import directory_pb2, directory_pb2_grpc
 from evolving.runtime.channel import open_channel
@@ -229,20 +230,27 @@ class DirectoryReporter:
                 _log.info("cleared", blocks=dropped, reason=response.clear.reason)
 
     async def _take_counts(self, counts: directory_pb2.Counts) -> None:
-        changed = self.needs.take({each.name: need(each.count, each.elsewhere) for each in counts.counts})
+        heard: dict[bytes, int] = {}
+        for blocks in counts.counts:  # in order: a block may come more than once
+            heard |= dict.fromkeys(split_names(blocks.names), need(blocks.count, blocks.elsewhere))
+        changed = self.needs.take(heard)
         if counts.complete:
             changed |= self.needs.complete()
         if changed:
             await self._engine.set_needs(changed)
 
     async def _answer_counts(self, stream: DirectoryStream, query_id: int) -> None:
-        needs = await self._engine.needs()
-        counts = [directory_pb2.BlockCount(name=name, count=count_of(needed)) for name, needed in needs.items()]
-        for start in range(0, max(1, len(counts)), _SLICE_BLOCKS):
-            part = counts[start : start + _SLICE_BLOCKS]
-            last = start + _SLICE_BLOCKS >= len(counts)
-            reply = directory_pb2.CountsReply(query_id=query_id, counts=part, last=last)
-            stream.send(directory_pb2.ConnectNodeRequest(counts_reply=reply))
+        by_count: dict[int, list[bytes]] = {}
+        for name, needed in (await self._engine.needs()).items():
+            by_count.setdefault(count_of(needed), []).append(name)
+        for count, names in by_count.items():
+            for start in range(0, len(names), _SLICE_BLOCKS):
+                part = b"".join(names[start : start + _SLICE_BLOCKS])
+                blocks = directory_pb2.CountedBlocks(names=part, count=count)
+                reply = directory_pb2.CountsReply(query_id=query_id, counts=[blocks])
+                stream.send(directory_pb2.ConnectNodeRequest(counts_reply=reply))
+        last = directory_pb2.CountsReply(query_id=query_id, last=True)
+        stream.send(directory_pb2.ConnectNodeRequest(counts_reply=last))
 
     async def _send_snapshot(self, stream: DirectoryStream) -> None:
         """All that is held, in slices; other work gets its turn in between, but the table stays as it is."""

@@ -166,15 +166,6 @@ def match_to_proto(match: core.Match, connected: Collection[str]) -> internal_pb
     )
 
 
-def counts_to_proto(names: bytes, count: int, elsewhere: bool) -> list[internal_pb2.BlockCount]:
-    """One message a block."""
-    block_count = internal_pb2.BlockCount
-    return [
-        block_count(name=names[at : at + NAME_BYTES], count=count, elsewhere=elsewhere)
-        for at in range(0, len(names), NAME_BYTES)
-    ]
-
-
 # ---------------------------------------------------------------------------------------------------------------- views
 
 

@@ -624,12 +624,12 @@ class CountsReply(_message.Message):
     query_id: _builtins.int
     last: _builtins.bool
     @_builtins.property
-    def counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockCount]: ...
+    def counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___CountedBlocks]: ...
     def __init__(
         self,
         *,
         query_id: _builtins.int = ...,
-        counts: _abc.Iterable[Global___BlockCount] | None = ...,
+        counts: _abc.Iterable[Global___CountedBlocks] | None = ...,
         last: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -749,12 +749,12 @@ class Counts(_message.Message):
     is 0. Until then a count it has and didn't hear of stays.
     """
     @_builtins.property
-    def counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockCount]: ...
+    def counts(self) -> _containers.RepeatedCompositeFieldContainer[Global___CountedBlocks]: ...
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
-        counts: _abc.Iterable[Global___BlockCount] | None = ...,
+        counts: _abc.Iterable[Global___CountedBlocks] | None = ...,
         complete: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -766,32 +766,33 @@ class Counts(_message.Message):
 Global___Counts: _TypeAlias = Counts  # noqa: Y015
 
 @_typing.final
-class BlockCount(_message.Message):
+class CountedBlocks(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    NAME_FIELD_NUMBER: _builtins.int
+    NAMES_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
     ELSEWHERE_FIELD_NUMBER: _builtins.int
-    name: _builtins.bytes
+    names: _builtins.bytes
+    """16 bytes a block."""
     count: _builtins.int
     elsewhere: _builtins.bool
-    """Another node has the block in L2: the pool keeps it whatever this one does. Says nothing where count is 0, nor in
+    """Another node has them in L2: the pool keeps them whatever this one does. Says nothing where count is 0, nor in
     an answer to a CountsQuery.
     """
     def __init__(
         self,
         *,
-        name: _builtins.bytes = ...,
+        names: _builtins.bytes = ...,
         count: _builtins.int = ...,
         elsewhere: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "elsewhere", b"elsewhere", "name", b"name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "elsewhere", b"elsewhere", "names", b"names"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___BlockCount: _TypeAlias = BlockCount  # noqa: Y015
+Global___CountedBlocks: _TypeAlias = CountedBlocks  # noqa: Y015
 
 @_typing.final
 class CountsQuery(_message.Message):
