@@ -112,7 +112,7 @@ class PrefixIndex(RunTree):
                 run.l1 &= keep
                 run.l2 &= keep
                 if was_in_l2 and run.homes is not None:
-                    self._touch(run, 0, touched)
+                    self._touch(run, 0, Tier.L2, touched)
                 self.prune(run)
         if self._sweep.over:
             self._sweep.close()
@@ -177,7 +177,7 @@ class PrefixIndex(RunTree):
             if (run.l1 & l1) | (run.l2 & l2) == 0:
                 run = self._cut_out(run, depth, same)
                 if run.homes is not None:
-                    self._touch(run, bit, touched)
+                    self._touch(run, bit, tier, touched)
                 run.l1 |= l1
                 run.l2 |= l2
                 added += same
@@ -252,13 +252,13 @@ class PrefixIndex(RunTree):
             run = child if child is not None and child.parent is run else None
         return pieces
 
-    def _touch(self, run: Run, bit: int, touched: list[Touched]) -> None:
-        """A node has one copy more or less of a run; the tier where it has, or had, it shows no copy now."""
-        others = self.live & ~bit
-        touched.append(
-            Touched(run.names, run.homes or {}, not (run.l1 | run.l2) & bit, run.l1 & others, run.l2 & others)
-        )
-        self.mark_changed(run)
+    def _touch(self, run: Run, bit: int, tier: Tier, touched: list[Touched]) -> None:
+        """A node has one copy more or less of a run, in a tier where the run shows none now."""
+        gained_or_lost = not (run.l1 | run.l2) & bit
+        if gained_or_lost or tier is Tier.L2:
+            others = self.live & ~bit
+            touched.append(Touched(run.names, run.homes or {}, gained_or_lost, run.l1 & others, run.l2 & others))
+            self.mark_changed(run)
 
     def _clear(self, run: Run, bit: int, tier: Tier, touched: list[Touched]) -> None:
         """Take a node's bit from a whole run, then let the run go or merge."""
@@ -267,7 +267,7 @@ class PrefixIndex(RunTree):
         else:
             run.l2 &= ~bit
         if run.homes is not None:
-            self._touch(run, bit, touched)
+            self._touch(run, bit, tier, touched)
         self.prune(run)
         if run.size:
             self.merge(run)
