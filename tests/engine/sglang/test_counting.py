@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evolving.core.needs import need
 from evolving_node_agent.engines.sglang.host.checksums import PageChecksums
 from evolving_node_agent.engines.sglang.host.needs import Needs
 
@@ -73,6 +74,17 @@ def test_what_is_remembered_of_nodes_is_renewed_when_a_counted_block_comes_back(
     assert counts.version == before
     counts.on_stored([NAMES[0]], in_l2=False)
     assert counts.version > before
+
+
+def test_blocks_that_the_pool_would_lose_are_those_of_now() -> None:
+    counts, node = Needs(), node_of(NAMES[:4])
+    assert counts.last_blocks(node) == (0, 4)
+    counts.update({NAMES[0]: need(2, elsewhere=True), NAMES[1]: need(1, elsewhere=False), NAMES[5]: need(1, False)})
+    assert counts.last_blocks(node) == counts.last_blocks(node) == (1, 4)
+    counts.update({NAMES[0]: need(2, elsewhere=False)})
+    assert counts.last_blocks(node) == (2, 4)
+    node.hash_value = node.hash_value[1:]
+    assert counts.last_blocks(node) == (1, 3)
 
 
 @settings(max_examples=20)

@@ -66,8 +66,16 @@ class Needs:
         return level, tuple(cuts)
 
     def last_blocks(self, node: Any) -> tuple[int, int]:
-        """Blocks of a tree node that the pool would lose with this copy, and all of them."""
+        """Blocks of a tree node that the pool would lose with this copy, and all of them.
+
+        Remembered on the node until needs change or a split gives it other hashes: every eviction asks for all leaves,
+        back to where their contexts part.
+        """
         if node.hash_value is None:
             return 0, 0
         names = names_of(node)
-        return sum(is_last(self._needs.get(name, 0)) for name in names), len(names)
+        version, of_names, last = getattr(node, "last_as_of", (-1, None, 0))
+        if version != self.version or of_names is not names:
+            last = sum(is_last(self._needs.get(name, 0)) for name in names)
+            node.last_as_of = (self.version, names, last)
+        return last, len(names)
