@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from evolving.core.config import EvictionPolicy
-from evolving.core.needs import LANDING, need
+from evolving.core.needs import JUST_MADE, need
 from evolving.core.pool_runs import Use
 from evolving.core.terms import Tier
 
@@ -158,7 +158,7 @@ class PoolModel:
         alone = self._alone(block)
         if needed > LAST and 8 * sum(self.needs.get(each.name, 0) > LAST for each in alone) <= len(alone):
             needed -= LAST
-        return max(needed, LANDING if tier is Tier.L2 and block.used_in(Tier.L1) else 0)
+        return max(needed, JUST_MADE if tier is Tier.L2 and block.used_in(Tier.L1) else 0)
 
     def _alone(self, block: Block) -> list[Block]:
         """A block and those before it, back to where another context goes on."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 
 from evolving.core.config import EvictionPolicy
-from evolving.core.needs import LANDING, blocks_until_last, is_last, need_at_end
+from evolving.core.needs import JUST_MADE, blocks_until_last, is_last, need_at_end
 from evolving.core.pool_runs import Run
 from evolving.core.terms import Tier
 
@@ -45,16 +45,20 @@ class EvictionOrder:
         return None
 
     def _entry(self, run: Run, tier: Tier) -> _Entry:
-        least = LANDING if tier is Tier.L2 and run.used_in_l1 else 0
-        needed = max(need_at_end(run.effective, *_alone(run)), least) if self._needs_matter else 0
+        needed = self._need(run)
+        if self._needs_matter and tier is Tier.L2 and run.used_in_l1:
+            needed = max(needed, JUST_MADE)
         return (needed, run.accessed, run.serial, run)
 
+    def _need(self, run: Run) -> int:
+        if not self._needs_matter:
+            return 0
+        return need_at_end(run.effective, *_alone(run)) if is_last(run.effective) else run.effective
+
     def _most(self, run: Run) -> int:
-        """Blocks that may leave as one piece, before what is left goes by another need."""
-        if not self._needs_matter or not is_last(run.effective) or is_last(run.need):
-            return run.size
-        last, blocks = _alone(run)
-        return min(run.size, blocks_until_last(last, blocks))
+        """Blocks that may leave as one piece, before what is left goes by a larger need."""
+        lowered = self._needs_matter and self._need(run) != run.effective
+        return min(run.size, blocks_until_last(*_alone(run))) if lowered and not is_last(run.need) else run.size
 
 
 def _alone(run: Run) -> tuple[int, int]:

@@ -40,11 +40,11 @@ def need_at_end(effective: int, last: int, blocks: int) -> int:
 
 def blocks_until_last(last: int, blocks: int) -> int:
     """How many of these blocks, none of the `last` ones, may leave before what is left has too many of those."""
-    return max(1, blocks - math.ceil(last / LOST_SHARE) + 1)
+    return blocks - math.ceil(last / LOST_SHARE) + 1
 
 
 LOST_SHARE = 1 / 8
 """What the pool may lose of a part of a context that leaves a node as one that others have."""
 
-LANDING = need(1, elsewhere=False)
+JUST_MADE = need(1, elsewhere=False)
 """Of a block that a running leg just made: its branch will count it, and nobody else is known to have it."""
