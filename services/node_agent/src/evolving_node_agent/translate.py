@@ -48,12 +48,13 @@ def prefill_job(
     _check_ids(request)
     if len(request.holders) > _MAX_HOLDERS:
         raise InvalidRequest(f"{len(request.holders)} holders; at most {_MAX_HOLDERS} are taken")
+    root = _root(request.root)
     return PrefillJob(
         leg_id=request.leg_id,
         transfer_id=request.transfer_id,
         tokens=tokens,
         generated=request.generated_tokens,
-        root=(root := _root(request.root)),
+        root=root,
         sampling=sampling(request.sampling, request.generated_tokens),
         priority=request.priority,
         holders=tuple(_holder(each) for each in request.holders),
@@ -76,12 +77,13 @@ def decode_job(
     deadline_s = request.reserve_deadline_s
     if not 0 <= deadline_s <= 24 * 3600:
         raise InvalidRequest(f"reserve_deadline_s must be between 0 and a day, got {deadline_s}")
+    root = _root(request.root)
     return DecodeJob(
         leg_id=request.leg_id,
         transfer_id=request.transfer_id,
         tokens=tokens,
         generated=request.generated_tokens,
-        root=(root := _root(request.root)),
+        root=root,
         sampling=sampling(request.sampling, request.generated_tokens),
         source_node_id=request.source_node_id,
         source_address=request.source_address,
