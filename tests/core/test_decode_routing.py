@@ -10,8 +10,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from evolving.core.candidates import NodeView
 from evolving.core.decode_routing import DecodeNode, choose_decode, score_decode
-from evolving.core.routing import Context, PrefillNode, RoutingConfig, duplicate_s
+from evolving.core.routing import Context, RoutingConfig, duplicate_s
 from evolving.core.terms import Role
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 
@@ -22,7 +23,7 @@ DECODE = DecodeCoefficients(d0_s=0.008, d1_s=0, d2_s=1e-4, d3_s=2e-8)
 
 def decode_node(node_id: str, **changes: object) -> DecodeNode:
     """An idle node that holds nothing and has room for everything; `changes` are of it as either kind of node."""
-    kv = PrefillNode(
+    kv = NodeView(
         node_id,
         Role.DECODE,
         ready=True,

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evolving.core.candidates import NodeView
 from evolving.core.config import FetchRule
 from evolving.core.routing import (
     Context,
-    PrefillNode,
     PrefillScore,
     RoutingConfig,
     choose_prefill,
@@ -35,8 +35,8 @@ CONFIG = RoutingConfig(
 CONTEXT = Context(request_id="r", tokens=1_000, block_tokens=64)
 
 
-def prefill_node(node_id: str, **changes: object) -> PrefillNode:
-    base = PrefillNode(
+def prefill_node(node_id: str, **changes: object) -> NodeView:
+    base = NodeView(
         node_id,
         Role.PREFILL,
         ready=True,
@@ -48,7 +48,7 @@ def prefill_node(node_id: str, **changes: object) -> PrefillNode:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
-def chosen_prefill(*nodes: PrefillNode, context: Context = CONTEXT) -> str:
+def chosen_prefill(*nodes: NodeView, context: Context = CONTEXT) -> str:
     decision = choose_prefill(context, nodes, CONFIG)
     assert decision.chosen is not None
     return decision.chosen.node_id
@@ -152,7 +152,7 @@ fetching_nodes = st.builds(
 
 
 @given(node=fetching_nodes)
-def test_no_other_number_of_fetched_blocks_is_sooner(node: PrefillNode) -> None:
+def test_no_other_number_of_fetched_blocks_is_sooner(node: NodeView) -> None:
     context = Context("r", tokens=51 * 64, block_tokens=64, pool_blocks=node.any_blocks + node.fetchable_blocks)
     chosen = score_prefill(context, node, CONFIG)
     assert chosen.fetched_blocks <= node.fetchable_blocks
@@ -212,13 +212,13 @@ def test_storing_a_context_evicts_what_the_naive_model_evicts(
 
 
 @given(context=contexts, node=storing_nodes, pool_blocks=st.integers(0, 40))
-def test_new_tokens_and_duplicates_take_the_same_room(context: Context, node: PrefillNode, pool_blocks: int) -> None:
+def test_new_tokens_and_duplicates_take_the_same_room(context: Context, node: NodeView, pool_blocks: int) -> None:
     other = replace(context, pool_blocks=pool_blocks)
     assert duplicate_s(other, node, CONFIG) == duplicate_s(context, node, CONFIG)
 
 
 @given(context=contexts, node=storing_nodes)
-def test_a_placement_costs_less_the_more_the_node_holds_or_has_room_for(context: Context, node: PrefillNode) -> None:
+def test_a_placement_costs_less_the_more_the_node_holds_or_has_room_for(context: Context, node: NodeView) -> None:
     cost_s = duplicate_s(context, node, CONFIG)
     assert cost_s >= 0
     assert duplicate_s(context, replace(node, any_blocks=node.any_blocks + 1), CONFIG) <= cost_s
@@ -226,7 +226,7 @@ def test_a_placement_costs_less_the_more_the_node_holds_or_has_room_for(context:
 
 
 @given(context=contexts, node=storing_nodes)
-def test_room_enough_costs_nothing(context: Context, node: PrefillNode) -> None:
+def test_room_enough_costs_nothing(context: Context, node: NodeView) -> None:
     lacks = (context.tokens // 64 - node.any_blocks) * 64
     for room in (lacks, context.tokens, prefill_node("x").room_tokens):
         assert duplicate_s(context, replace(node, room_tokens=room), CONFIG) == 0
@@ -235,7 +235,7 @@ def test_room_enough_costs_nothing(context: Context, node: PrefillNode) -> None:
 
 @given(context=contexts, node=storing_nodes, wait_s=st.floats(0, 10), request_id=st.text(max_size=4))
 def test_of_two_nodes_alike_but_for_room_the_one_where_the_context_fits_is_chosen(
-    context: Context, node: PrefillNode, wait_s: float, request_id: str
+    context: Context, node: NodeView, wait_s: float, request_id: str
 ) -> None:
     """However little it costs."""
     context = replace(context, request_id=request_id)
@@ -246,7 +246,7 @@ def test_of_two_nodes_alike_but_for_room_the_one_where_the_context_fits_is_chose
 
 
 @given(context=contexts, node=storing_nodes, more=st.integers(1, 80))
-def test_of_two_full_nodes_the_tighter_is_never_better(context: Context, node: PrefillNode, more: int) -> None:
+def test_of_two_full_nodes_the_tighter_is_never_better(context: Context, node: NodeView, more: int) -> None:
     tight, roomy = (replace(node, room_tokens=node.room_tokens + room) for room in (0, 64 * more))
     assert score_prefill(context, roomy, CONFIG).total_s <= score_prefill(context, tight, CONFIG).total_s
 
@@ -260,9 +260,7 @@ def test_a_little_more_room_does_not_draw_all_contexts() -> None:
 
 
 @given(context=contexts, node=storing_nodes)
-def test_what_lies_elsewhere_too_costs_the_cheaper_of_a_fetch_and_computing(
-    context: Context, node: PrefillNode
-) -> None:
+def test_what_lies_elsewhere_too_costs_the_cheaper_of_a_fetch_and_computing(context: Context, node: NodeView) -> None:
     alone, spare = (duplicate_s(replace(context, spare_share=share), node, CONFIG) for share in (0.0, 1.0))
     between = duplicate_s(context, node, CONFIG)
     assert spare <= between * (1 + 1e-9)
@@ -300,7 +298,7 @@ def test_what_every_node_evicts_widens_no_tie() -> None:
 # -- what decided
 
 
-def scores_of(*nodes: PrefillNode, context: Context) -> tuple[str, ...]:
+def scores_of(*nodes: NodeView, context: Context) -> tuple[str, ...]:
     """The terms a choice hung on."""
     return deciding_terms(choose_prefill(context, nodes, CONFIG), CONFIG)
 

@@ -84,15 +84,15 @@ async def test_a_decode_leg_counts_where_the_node_has_not_said_yet_that_it_runs(
         scripted.script.pause_at = 2
         scripted.script.take.set()
         assert isinstance(await anext(events), NewTokens)
-        await eventually(lambda: any(leg.reserved for leg in node.landing.values()))
-        (leg,) = node.landing.values()
+        await eventually(lambda: any(leg.reserved for leg in node.decode_arriving.values()))
+        (leg,) = node.decode_arriving.values()
         assert (leg.context_tokens, leg.stored_tokens, leg.started) == (len(PROMPT), 0, False), "prefilled here"
         assert (node.decoding, node.slots_free) == (1, 7)
         scripted.script.start.set()
         await eventually(lambda: leg.started)
         assert node.decoding == 1
         scripted.script.silent = False
-        await eventually(lambda: not node.landing)
+        await eventually(lambda: not node.decode_arriving)
 
 
 async def test_a_decode_leg_that_ends_counts_no_more() -> None:
@@ -103,5 +103,5 @@ async def test_a_decode_leg_that_ends_counts_no_more() -> None:
             scripted.script.silent = True
             scripted.script.pause_at = 2
             scripted.script.take.set()
-            await eventually(lambda: bool(cluster.nodes["n"].landing))
-        assert not cluster.nodes["n"].landing
+            await eventually(lambda: bool(cluster.nodes["n"].decode_arriving))
+        assert not cluster.nodes["n"].decode_arriving

@@ -14,7 +14,7 @@ from evolving.internal.v1 import directory_pb2, node_agent_pb2
 from evolving.runtime.metrics import Metrics
 from evolving.v1 import common_pb2, gateway_pb2
 from evolving_gateway.metrics import GatewayMetrics
-from evolving_gateway.nodes import Arriving, Landing, Node
+from evolving_gateway.nodes import Arriving, DecodeArriving, Node
 
 BLOCKS = 60
 PROMPT = [1 + at % 900 for at in range(BLOCKS * BLOCK_TOKENS + 1)]
@@ -191,7 +191,7 @@ def test_decode_legs_count_until_a_status_that_came_after_each_step() -> None:
 
     without = known()
     assert without == (4, 3, 500, 1_000)
-    leg = it.landing["leg"] = Landing(context_tokens=200, stored_tokens=160)
+    leg = it.decode_arriving["leg"] = DecodeArriving(context_tokens=200, stored_tokens=160)
     assert known() == (3, 4, 700, 840)
     leg.reserved = True
     assert known() == (3, 4, 700, 840), "as long as the node's status doesn't say so"

@@ -24,7 +24,7 @@ from evolving.runtime.log import get_logger
 from evolving.runtime.tasks import end_tasks
 from evolving.v1 import gateway_pb2
 from evolving.wire.status import parse_error
-from evolving_gateway.nodes import Arriving, Cluster, Landing, Node
+from evolving_gateway.nodes import Arriving, Cluster, DecodeArriving, Node
 from evolving_gateway.router import ModelFacts, Router
 from evolving_gateway.token_ids import ids_from_node, to_wire
 
@@ -312,15 +312,15 @@ class Attempt:
         node = self._cluster.nodes[decision.chosen.node_id]
         self.report.decode_node_id = node.node_id
         _log.debug("decode_chosen", node_id=node.node_id, reason=decision.reason, candidates=decision.candidates)
-        self._start(node, self._decode(node, Landing(context.tokens, decision.chosen.stored_tokens)))
+        self._start(node, self._decode(node, DecodeArriving(context.tokens, decision.chosen.stored_tokens)))
 
-    async def _decode(self, node: Node, landing: Landing) -> None:
+    async def _decode(self, node: Node, arriving: DecodeArriving) -> None:
         leg = self._decode_leg
-        node.landing[leg] = landing
+        node.decode_arriving[leg] = arriving
         call = node.stub.Decode(self._decode_request(), timeout=self._plan.timeout_s)
         try:
             async for response in call:
-                await self._take_decode(node, landing, response)
+                await self._take_decode(node, arriving, response)
             if not self._finished:
                 await self._fail(node.node_id, grpc.StatusCode.INTERNAL, "STREAM_ENDED", "decode ended early")
         except grpc.aio.AioRpcError as error:
@@ -329,7 +329,7 @@ class Attempt:
             await self._fail(blamed, detail.status, detail.reason, detail.message, detail.retry_after_s)
         finally:
             call.cancel()
-            node.landing.pop(leg, None)
+            node.decode_arriving.pop(leg, None)
 
     def _decode_request(self) -> node_agent_pb2.DecodeRequest:
         job, plan = self._job, self._plan
@@ -351,13 +351,13 @@ class Attempt:
             reserve_deadline_s=min(job.reserve_deadline_s, plan.timeout_s),
         )
 
-    async def _take_decode(self, node: Node, landing: Landing, response: node_agent_pb2.DecodeResponse) -> None:
+    async def _take_decode(self, node: Node, arriving: DecodeArriving, response: node_agent_pb2.DecodeResponse) -> None:
         self._cluster.see_epoch(response.epoch)
         match response.WhichOneof("event"):
             case "reserved":
-                landing.reserved = True
+                arriving.reserved = True
             case "started":
-                self._landed = landing.reserved = landing.started = True
+                self._landed = arriving.reserved = arriving.started = True
                 self.report.transfer_s = response.started.transfer_s
             case "tokens":
                 await self._emit(NewTokens(response.tokens.index, ids_from_node(response.tokens.token_ids)))

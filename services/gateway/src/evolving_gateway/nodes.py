@@ -38,7 +38,7 @@ class Arriving:
 
 
 @dataclass(slots=True)
-class Landing:
+class DecodeArriving:
     """A decode leg on its way into a node's status."""
 
     context_tokens: int
@@ -60,7 +60,7 @@ class Node:
     status: node_agent_pb2.WatchStatusResponse = field(default_factory=node_agent_pb2.WatchStatusResponse)
     wait_s: float = 0.0  # W_n as it last said
     arriving: dict[str, Arriving] = field(default_factory=dict)  # prefill legs its status does not cover
-    landing: dict[str, Landing] = field(default_factory=dict)  # decode legs its status does not cover in full
+    decode_arriving: dict[str, DecodeArriving] = field(default_factory=dict)  # decode legs it does not cover in full
     legs: int = 0  # legs of this gateway running there
     task: asyncio.Task[None] | None = None
 
@@ -103,7 +103,7 @@ class Node:
     @property
     def decode_context_tokens(self) -> int:
         """Summed over the batch, this gateway's legs on their way there included."""
-        return self.status.decode_context_tokens + sum(leg.context_tokens for leg in self.landing.values())
+        return self.status.decode_context_tokens + sum(leg.context_tokens for leg in self.decode_arriving.values())
 
     @property
     def decode_memory_tokens(self) -> int:
@@ -130,21 +130,21 @@ class Node:
         if not status.l2_total_tokens:
             return math.inf
         arriving = sum(leg.work.uncached_tokens + leg.fetched_tokens for leg in self.arriving.values())
-        landing = sum(leg.stored_tokens for leg in self.landing.values())
+        decode_arriving = sum(leg.stored_tokens for leg in self.decode_arriving.values())
         free = status.l2_total_tokens - status.l2_used_tokens + status.l2_zero_tokens
-        return max(0, free - status.queued_tokens - arriving - landing)
+        return max(0, free - status.queued_tokens - arriving - decode_arriving)
 
     @property
     def _without_slot(self) -> int:
-        return sum(not leg.has_slot for leg in self.landing.values())
+        return sum(not leg.has_slot for leg in self.decode_arriving.values())
 
     def take_status(self, status: node_agent_pb2.WatchStatusResponse) -> None:
         """A new status: it covers the legs acknowledged, the slots reserved and the decodes started before it."""
         self.status = status
         self.wait_s = status.wait_s
         self.arriving = {name: leg for name, leg in self.arriving.items() if not leg.acknowledged}
-        self.landing = {name: leg for name, leg in self.landing.items() if not leg.started}
-        for leg in self.landing.values():
+        self.decode_arriving = {name: leg for name, leg in self.decode_arriving.items() if not leg.started}
+        for leg in self.decode_arriving.values():
             leg.has_slot = leg.reserved
 
     def acknowledge(self, leg_id: str, wait_s: float) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from evolving.core.candidates import NodeView
 from evolving.core.config import FetchRule
 from evolving.core.decode_routing import DecodeDecision, DecodeNode, choose_decode
 from evolving.core.holders import HeldRun, fetchable_blocks, holder_hints, spare_share
 from evolving.core.routing import (
     Context,
     PrefillDecision,
-    PrefillNode,
     PrefillScore,
     RoutingConfig,
     choose_prefill,
@@ -84,7 +84,7 @@ class Router:
     ) -> PrefillDecision:
         """Equation 7 over the nodes of a model. `excluded` says per node why the request must not go there."""
         runs = self._readable(match)
-        nodes = (picture for _, picture in self._pictures(model, match, runs, excluded))
+        nodes = (view for _, view in self._views(model, match, runs, excluded))
         decision = choose_prefill(_with_spares(context, runs), nodes, self._config)
         self._metrics.chosen(decision.chosen is not None, deciding_terms(decision, self._config))
         return decision
@@ -102,7 +102,7 @@ class Router:
         rate = self._fetch_tokens_per_s()
         nodes = (
             DecodeNode(
-                replace(picture, fetch_tokens_per_s=picture.fetch_tokens_per_s or rate),
+                replace(view, fetch_tokens_per_s=view.fetch_tokens_per_s or rate),
                 node.slots_free,
                 node.decoding,
                 node.decode_context_tokens,
@@ -110,7 +110,7 @@ class Router:
                 node.decode_coefficients,
                 prefilled_here=node.node_id == prefill_node_id,
             )
-            for node, picture in self._pictures(model, match, runs, excluded)
+            for node, view in self._views(model, match, runs, excluded)
         )
         return choose_decode(_with_spares(context, runs), nodes, self._config)
 
@@ -132,16 +132,16 @@ class Router:
             for hint in hints
         ]
 
-    def _pictures(
+    def _views(
         self, model: ModelFacts, match: directory_pb2.Match, runs: Sequence[HeldRun], excluded: Mapping[str, str]
-    ) -> Iterator[tuple[Node, PrefillNode]]:
+    ) -> Iterator[tuple[Node, NodeView]]:
         """The nodes of a model, and what is known of each and of what it holds of the context that `match` is of."""
         depths = {depth.node_id: depth for depth in match.nodes}
         for node in self._serving(model):
             depth = depths.get(node.node_id, directory_pb2.NodeMatch())
             yield (
                 node,
-                PrefillNode(
+                NodeView(
                     node.node_id,
                     self._cluster.role(node),
                     node.ready,

@@ -11,17 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from evolving.core.routing import (
-    BORROWED,
-    Context,
-    PrefillNode,
-    RoutingConfig,
-    duplicate_s,
-    eligible_ids,
-    fetch_token_s,
-    tie_key,
-    why_not,
-)
+from evolving.core.candidates import BORROWED, NodeView, eligible_ids, tie_key, why_not
+from evolving.core.routing import Context, RoutingConfig, duplicate_s, fetch_token_s
 from evolving.core.terms import Role
 from evolving.core.timemodel import DecodeCoefficients
 
@@ -30,7 +21,7 @@ from evolving.core.timemodel import DecodeCoefficients
 class DecodeNode:
     """What a gateway knows of a node that could decode."""
 
-    node: PrefillNode  # who it is, what it holds of the context, its room in host memory, and what KV costs it
+    node: NodeView  # who it is, what it holds of the context, its room in host memory, and what KV costs it
     slots_free: int  # requests it could take now, the gateway's own unacknowledged ones taken off
     decoding: int  # B, those that have a slot and are about to start included
     context_tokens: int  # summed over them

@@ -5,14 +5,13 @@ A decision keeps every candidate with its terms, so that a log line or a test ca
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from evolving.core.candidates import BORROWED, NodeView, eligible_ids, tie_key, why_not
 from evolving.core.config import FetchRule
 from evolving.core.terms import Role
-from evolving.core.timemodel import PrefillCoefficients
 from evolving.core.work import PrefillWork, queue_service_s, service_s
 
 
@@ -65,27 +64,6 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillNode:
-    """What a gateway knows of a node that could prefill, as every node can."""
-
-    node_id: str
-    role: Role
-    ready: bool  # its engine serves and its lease lives
-    wait_s: float  # W_n as the node last said
-    new_tokens_per_iteration: float  # ū; the chunk size where nothing was observed
-    coefficients: PrefillCoefficients  # equation 1 on this node
-    kv_bytes_per_token: float  # bytes of KV of one token, all layers
-    unacknowledged: Sequence[PrefillWork] = ()  # sent by this gateway and not yet in wait_s
-    l1_blocks: int = 0  # leading blocks of the prompt in device memory
-    any_blocks: int = 0  # leading blocks in device or host memory
-    fetchable_blocks: int = 0  # blocks from any_blocks on that live peers' host memory holds without a gap
-    fetch_tokens_per_s: float = 0.0  # what its reads from peers bring; 0: it has not said
-    fetch_backlog_tokens: int = 0  # that legs sent there still have to get from peers
-    room_tokens: float = math.inf  # of host memory: free, or held for no branch
-    excluded: str = ""  # why this request must not go there (it just failed there); empty: it may
-
-
-@dataclass(frozen=True, slots=True)
 class PrefillScore:
     """One candidate with the terms of equation 7, seconds."""
 
@@ -126,7 +104,7 @@ class PrefillDecision:
     reason: str
 
 
-def choose_prefill(context: Context, nodes: Iterable[PrefillNode], config: RoutingConfig) -> PrefillDecision:
+def choose_prefill(context: Context, nodes: Iterable[NodeView], config: RoutingConfig) -> PrefillDecision:
     """Pick the prefill node with the least predicted time to first token and later work (equation 7).
 
     Nodes of the PREFILL or MIXED role are candidates; where none of them can serve, any other live node that isn't
@@ -181,7 +159,7 @@ def deciding_terms(decision: PrefillDecision, config: RoutingConfig) -> tuple[st
     )
 
 
-def score_prefill(context: Context, node: PrefillNode, config: RoutingConfig) -> PrefillScore:
+def score_prefill(context: Context, node: NodeView, config: RoutingConfig) -> PrefillScore:
     """The terms of equation 7 for one node, with the fetch from peers that makes it soonest.
 
     That is none, all that peers can bring, or as much as comes while the request waits anyway, to the block. Nothing
@@ -193,7 +171,7 @@ def score_prefill(context: Context, node: PrefillNode, config: RoutingConfig) ->
     duplicates_cost_s = duplicate_s(context, node, config)
 
     def scored(fetched_blocks: int) -> PrefillScore:
-        work = prefill_work(context, node.l1_blocks, node.any_blocks + fetched_blocks)
+        work = _prefill_work(context, node.l1_blocks, node.any_blocks + fetched_blocks)
         return PrefillScore(
             node.node_id,
             True,
@@ -212,7 +190,7 @@ def score_prefill(context: Context, node: PrefillNode, config: RoutingConfig) ->
     return replace(min(scores, key=lambda score: score.total_s), free_fetch_total_s=free_fetch_total_s)
 
 
-def _fetch_choices(context: Context, node: PrefillNode, wait_s: float, config: RoutingConfig) -> set[int]:
+def _fetch_choices(context: Context, node: NodeView, wait_s: float, config: RoutingConfig) -> set[int]:
     """How many blocks may be the best to fetch."""
     most_blocks = node.fetchable_blocks
     match config.fetch:
@@ -225,7 +203,7 @@ def _fetch_choices(context: Context, node: PrefillNode, wait_s: float, config: R
             return {0, most_blocks, min(hidden_blocks, most_blocks), min(hidden_blocks + 1, most_blocks)}
 
 
-def prefill_work(context: Context, l1_blocks: int, cached_blocks: int) -> PrefillWork:
+def _prefill_work(context: Context, l1_blocks: int, cached_blocks: int) -> PrefillWork:
     """Work of a prompt whose first `cached_blocks` blocks are reused, of which `l1_blocks` need no restoring.
 
     The last token is always computed: its logits give the first output token.
@@ -235,7 +213,7 @@ def prefill_work(context: Context, l1_blocks: int, cached_blocks: int) -> Prefil
     return PrefillWork(context.tokens - cached, cached, cached - in_l1)
 
 
-def fetch_s(tokens: int, node: PrefillNode, config: RoutingConfig) -> float:
+def fetch_s(tokens: int, node: NodeView, config: RoutingConfig) -> float:
     """F_n: seconds until KV of so many tokens of this request is in the node's own host memory; 0 for none.
 
     The node reads for its legs in the order of its queue, so what they still lack comes first, just as their service
@@ -246,12 +224,12 @@ def fetch_s(tokens: int, node: PrefillNode, config: RoutingConfig) -> float:
     return config.fetch_fixed_s + (node.fetch_backlog_tokens + tokens) * fetch_token_s(node, config)
 
 
-def evicted_tokens(context: Context, node: PrefillNode) -> float:
+def _evicted_tokens(context: Context, node: NodeView) -> float:
     """Tokens counted by a branch that leave the node's host memory for this context: what it lacks beyond its room."""
     return max(0.0, context.lacking_tokens(node.any_blocks) - node.room_tokens)
 
 
-def duplicate_s(context: Context, node: PrefillNode, config: RoutingConfig) -> float:
+def duplicate_s(context: Context, node: NodeView, config: RoutingConfig) -> float:
     """dup_n: seconds of later work expected because this context drives other KV out of the node.
 
     The node will store all it lacks of the context, fetched or computed: duplicates of what lies elsewhere and new
@@ -270,42 +248,18 @@ def duplicate_s(context: Context, node: PrefillNode, config: RoutingConfig) -> f
     fetches = config.fetch is not FetchRule.NEVER
     again_token_s = min(compute_token_s, fetch_token_s(node, config)) if fetches else compute_token_s
     spare = context.spare_share
-    return evicted_tokens(context, node) * (spare * again_token_s + (1.0 - spare) * compute_token_s)
+    return _evicted_tokens(context, node) * (spare * again_token_s + (1.0 - spare) * compute_token_s)
 
 
-def fetch_token_s(node: PrefillNode, config: RoutingConfig) -> float:
+def fetch_token_s(node: NodeView, config: RoutingConfig) -> float:
     """Seconds a token takes to fetch."""
     if node.fetch_tokens_per_s > 0:
         return 1.0 / node.fetch_tokens_per_s
     return node.kv_bytes_per_token / config.fetch_bytes_per_s
 
 
-def _tokens_within(wait_s: float, node: PrefillNode, config: RoutingConfig) -> int:
+def _tokens_within(wait_s: float, node: NodeView, config: RoutingConfig) -> int:
     """Most tokens whose F_n is at most `wait_s`."""
     token_s = fetch_token_s(node, config)
     spare_s = wait_s - config.fetch_fixed_s - node.fetch_backlog_tokens * token_s
     return int(min(spare_s / token_s, 1e9)) if spare_s > 0 and token_s > 0 else 0
-
-
-BORROWED = "; no node has the phase, one of the other serves it"
-
-
-def eligible_ids(nodes: Iterable[PrefillNode], phase: Role) -> tuple[set[str], bool]:
-    """Ids that may serve `phase`, and whether they had to be borrowed from the other one."""
-    live = [node for node in nodes if node.ready and not node.excluded]
-    with_phase = {node.node_id for node in live if node.role in (phase, Role.MIXED)}
-    if with_phase:
-        return with_phase, False
-    return {node.node_id for node in live if node.role is not Role.DRAINING}, True
-
-
-def why_not(node: PrefillNode) -> str:
-    """Why a node is not eligible."""
-    if node.excluded:
-        return node.excluded
-    return f"role {node.role.name.lower()}" if node.ready else "not ready"
-
-
-def tie_key(request_id: str, node_id: str) -> bytes:
-    """A hash of both, to pick by among equals."""
-    return hashlib.blake2b(f"{request_id}\x00{node_id}".encode(), digest_size=8).digest()
