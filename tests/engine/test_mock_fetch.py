@@ -185,22 +185,54 @@ async def test_a_fetch_at_admission_begins_when_nothing_else_is_waited_for() -> 
 
 
 async def test_a_fetch_waits_for_room_in_which_it_is_kept() -> None:
-    """Twelve legs fetch 96 blocks, and half of 64 may be kept for them: the rest comes as legs are taken, and nothing
+    """Twelve legs fetch 96 blocks, and half of 56 may be kept for them: the rest comes as legs are taken, and nothing
     is read twice or computed."""
-    async with mocks("a", "b", l2_tokens=64 * BLOCK) as (_, b), mocks("c", l2_tokens=256 * BLOCK) as (c,):
+    async with mocks("a", "b", l2_tokens=56 * BLOCK) as (_, b), mocks("c", l2_tokens=256 * BLOCK) as (c,):
         prompts = [prompt(seed, PROMPT) for seed in range(12)]
         for tokens in prompts:
             await prefill_only(c, tokens)
         mock(b).faults.stall()
         legs = [fetching(b, tokens, c, fetch_deadline_s=1e6) for tokens in prompts]
-        status = await until_status(b, lambda status: status.fetched_tokens >= 32 * BLOCK)
-        assert (status.fetched_tokens, status.fetch_backlog_tokens) == (32 * BLOCK, 64 * BLOCK)
+        status = await until_status(b, lambda s: s.fetched_tokens >= 24 * BLOCK and not s.fetching_blocks)
+        assert (status.fetched_tokens, status.fetch_backlog_tokens) == (24 * BLOCK, 72 * BLOCK)
         mock(b).faults.resume()
         assert [await leg.error() for leg in legs] == [None] * 12
         assert [event(leg, Prefilled).cached.peer for leg in legs] == [8 * BLOCK] * 12
         assert b.engine.status().fetched_tokens == 96 * BLOCK
         mock(b).check_invariants()
         assert mock(b).kept_for_legs() == 0
+
+
+async def test_blocks_kept_for_another_leg_anyway_take_no_room() -> None:
+    """Twelve forks of one context, each with a block of its own, are fetched into room for 28 blocks."""
+    async with mocks("a", "b", l2_tokens=56 * BLOCK) as (_, b), mocks("c", l2_tokens=256 * BLOCK) as (c,):
+        shared = prompt(1, 8 * BLOCK)
+        forks = [[*shared, *prompt(seed, BLOCK + 1)] for seed in range(100, 112)]
+        for tokens in forks:
+            await prefill_only(c, tokens)
+        mock(b).faults.stall()
+        legs = [fetching(b, tokens, c, blocks=9) for tokens in forks]
+        await until_status(b, lambda status: len(status.queued) == 12 and not status.fetch_backlog_tokens)
+        assert mock(b).kept_for_legs() == 8 + 12
+        mock(b).faults.resume()
+        assert [await leg.error() for leg in legs] == [None] * 12
+
+
+async def test_a_read_that_fails_leaves_room_for_others() -> None:
+    async with mocks("a", "b", l2_tokens=56 * BLOCK) as (_, b), mocks("c", "d", l2_tokens=256 * BLOCK) as (c, d):
+        prompts = [prompt(seed, PROMPT) for seed in range(4)]
+        for tokens in prompts:
+            await prefill_only(d if tokens is prompts[0] else c, tokens)
+        mock(b).faults.stall()
+        mock(d).faults.transfer_delay_s = 1.0
+        lost = fetching(b, prompts[0], d)
+        await until_status(b, lambda status: status.fetching_blocks == 8)
+        others = [fetching(b, tokens, c) for tokens in prompts[1:]]
+        await until_status(b, lambda status: status.fetched_tokens == 16 * BLOCK)
+        await d.engine.stop(0)
+        await until_status(b, lambda status: status.fetched_tokens == 24 * BLOCK)
+        mock(b).faults.resume()
+        assert [await leg.error() for leg in (lost, *others)] == [None] * 4
 
 
 async def test_the_first_in_the_queue_gets_on_however_much_is_kept_for_others() -> None:

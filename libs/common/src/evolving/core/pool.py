@@ -84,6 +84,14 @@ class NodePool:
             run = run.parent
         return by_none, by_kind
 
+    def kept(self, names: Sequence[bytes], blocks: int, use: Use) -> int:
+        """How many of the first `blocks` blocks legs of a kind keep: leading ones, of those that are here."""
+        held = self._tree.depth(names, blocks)
+        run = self._tree.get(names[held - 1]) if held else None
+        while run is not None and not run.locks[use]:
+            run = run.parent
+        return min(run.end, held) if run is not None else 0
+
     @property
     def zero_l2(self) -> int:
         """Blocks in L2 that no branch counts."""

@@ -54,18 +54,24 @@ async def _read_from(life: Life, leg: PrefillLeg, holder: Holder) -> None:
     try:
         while holder.first_block <= (held := pool.held(names, last)) < last:
             chunk = min(config.fetch.chunk_blocks, last - held)
-            if not life.may_keep(leg, held + chunk):
-                await life.until_less_is_kept()
+            if not life.keeping.has_room(leg, held + chunk):
+                await life.keeping.until_room()
                 continue
             async with life.turns.turn(leg.rank, chunk * config.page_bytes):
-                if pool.held(names, last) != held or not life.may_keep(leg, held + chunk):
+                if pool.held(names, last) != held or not life.keeping.has_room(leg, held + chunk):
                     continue  # while it waited, others brought or dropped some
-                with life.reads.read(leg.fetch, chunk):
-                    connection = connection or await Connection.open(holder.pool_address, config.stalled_transport_s)
-                    wanted = names[held : held + chunk]
-                    await connection.send(Read(holder.incarnation, config.kv_format, wanted))
-                    blocks, data = await _receive(connection, len(wanted))
-                if not _store(life, leg, held, blocks, data) or blocks < chunk:
+                try:
+                    with life.reads.read(leg.fetch, chunk):
+                        connection = connection or await Connection.open(
+                            holder.pool_address, config.stalled_transport_s
+                        )
+                        wanted = names[held : held + chunk]
+                        await connection.send(Read(holder.incarnation, config.kv_format, wanted))
+                        blocks, data = await _receive(connection, len(wanted))
+                    stored = _store(life, leg, held, blocks, data)
+                finally:
+                    life.keeping.room_came()  # for what did not come; and others may lack less than before
+                if not stored or blocks < chunk:
                     return
     finally:
         if connection is not None:
@@ -103,7 +109,7 @@ def _store(life: Life, leg: PrefillLeg, first: int, blocks: int, data: Sequence[
     if reached > first:
         fetch.fetched.append(range(first, reached))
         life.reads.blocks_fetched += reached - first
-        life.keep(leg, reached)
+        life.keeping.keep(leg, reached)
         life.publish()
     return reached < first or reached == first + blocks  # where those before have left, they are read again
 

@@ -15,7 +15,6 @@ import numpy as np
 from evolving.core.config import FetchStart
 from evolving.core.iterations import IterationMeter
 from evolving.core.pool_runs import Use
-from evolving.core.terms import Tier
 from evolving.runtime.clock import Clock
 from evolving.runtime.tasks import first_of
 from evolving_node_agent.engines.mock.admission import PrefillQueue
@@ -25,6 +24,7 @@ from evolving_node_agent.engines.mock.context import ContextKv
 from evolving_node_agent.engines.mock.faults import Faults
 from evolving_node_agent.engines.mock.fetching import LegFetch, ReadMeter
 from evolving_node_agent.engines.mock.jobs import check_job, draw, finish, generated_tokens
+from evolving_node_agent.engines.mock.keeping import Keeping
 from evolving_node_agent.engines.mock.legs import DecodeLeg, DecodeStage, Leg, PrefillLeg, PrefillStage
 from evolving_node_agent.engines.mock.plan import Chunk, plan_chunks, reused_tokens, sums
 from evolving_node_agent.engines.mock.readers import KvReaders, StatusReaders
@@ -51,8 +51,6 @@ from evolving_node_agent.engines.port import (
 )
 from evolving_node_agent.engines.turns import ReadTurns
 
-_KEPT_SHARE = 0.5  # of L2 at most is kept for legs in the queue
-
 
 class Life:
     """The state and loop of one incarnation. `fetch` and `pull` bring KV from elsewhere; see fetch.py, transfer.py."""
@@ -73,12 +71,12 @@ class Life:
         self.turns = ReadTurns(faster, clock)
         self.reads = ReadMeter(clock)
         self._queue = PrefillQueue(config, cache, self._take)
+        self.keeping = Keeping(cache.pool, self._queue, self.reads)
         self._running: list[PrefillLeg] = []
         self._reserving: list[DecodeLeg] = []
         self._batch: list[DecodeLeg] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
-        self._less_kept = asyncio.Event()
         self._down: EngineDown | None = None
         self.progress = Progress(meter=IterationMeter(config.decode.experts, config.decode.experts_per_token))
 
@@ -106,7 +104,7 @@ class Life:
         self.legs[job.leg_id] = leg
         self.transfers.offer(leg)
         self._queue.add(leg)
-        self.keep(leg, self.cache.pool.matched(kv.names, held, Tier.L2))
+        self.keeping.keep_own(leg)
         fetching.over = fetching.until == held
         if not fetching.over:
             leg.fetching = self._spawn(fetch(leg))
@@ -166,7 +164,7 @@ class Life:
                 legs.remove(leg)  # type: ignore[arg-type]
         if isinstance(leg, PrefillLeg):
             self._queue.discard(leg)
-            self._let_go(leg)
+            self.keeping.let_go(leg)
         leg.kv.release()
         leg.events.close(error)
         current = asyncio.current_task()
@@ -341,7 +339,7 @@ class Life:
             return False
         in_l1, from_l2 = reused
         self._queue.discard(leg)
-        self._let_go(leg)
+        self.keeping.let_go(leg)
         self._running.append(leg)
         leg.stage = PrefillStage.RUNNING
         size = self.config.block_tokens
@@ -380,32 +378,6 @@ class Life:
         leg.fetch.let_wait(self.clock.now_s())
         self.publish()
         self._wake.set()
-
-    def keep(self, leg: PrefillLeg, blocks: int) -> None:
-        """Keep the first `blocks` blocks of a waiting leg in L2, where others' blocks still find room then."""
-        if blocks > leg.fetch.kept and self.may_keep(leg, blocks):
-            self.cache.pool.lock(leg.kv.names, leg.fetch.kept, blocks, Use.QUEUED)
-            leg.fetch.kept = blocks
-
-    def may_keep(self, leg: PrefillLeg, blocks: int) -> bool:
-        """Whether `keep` would; it always does for the first in the queue, so that one gets on."""
-        pool = self.cache.pool
-        kept = pool.used_by(Use.QUEUED) + blocks - leg.fetch.kept
-        return kept <= _KEPT_SHARE * pool.capacity(Tier.L2) or next(iter(self._queue), None) is leg
-
-    async def until_less_is_kept(self) -> None:
-        """Wait for a leg to leave the queue."""
-        await self._less_kept.wait()
-
-    def _let_go(self, leg: PrefillLeg) -> None:
-        """Nothing is kept for a leg that left the queue, but more for others."""
-        pool = self.cache.pool
-        pool.unlock(leg.kv.names, leg.fetch.kept, Use.QUEUED)
-        leg.fetch.kept = 0
-        for waiting in self._queue:
-            self.keep(waiting, pool.matched(waiting.kv.names, waiting.fetch.until, Tier.L2))
-        self._less_kept.set()
-        self._less_kept = asyncio.Event()
 
     async def _expire_holding(self, leg: PrefillLeg) -> None:
         await self.clock.sleep(leg.job.keep_s)
