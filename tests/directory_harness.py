@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,14 +116,14 @@ async def directory(etcd: Etcd, **settings: object) -> AsyncIterator[Directory]:
 
 @dataclass
 class Node:
-    """A node agent as the directory sees it. Keeps what it holds and the counts it would evict by."""
+    """A node agent as the directory sees it. Keeps what it holds and what it would evict by."""
 
     node_id: str
     incarnation: str = "1"
     sequence: int = 0  # of the last batch sent
     known_term: int = 0
     held: list[tuple[Tier, bytes]] = field(default_factory=list)  # whole contexts by tier
-    counts: dict[bytes, int] = field(default_factory=dict)
+    told: dict[bytes, tuple[int, bool]] = field(default_factory=dict)  # count, and whether another node has it in L2
     complete: bool = False  # has all counts of the term it last heard of
     acknowledged: int = 0
     reports_acknowledged: int = 0
@@ -133,10 +133,20 @@ class Node:
     count_sequences: list[int] = field(default_factory=list)
     answer_resyncs: bool = True
     error: grpc.aio.AioRpcError | None = None  # why the stream ended
-    _heard: dict[bytes, int] = field(default_factory=dict)
+    _heard: dict[bytes, tuple[int, bool]] = field(default_factory=dict)
     _channel: Any = None
     _call: Any = None
     _reader: asyncio.Task[None] | None = None
+
+    @property
+    def counts(self) -> dict[bytes, int]:
+        """Counts above 0 by name."""
+        return {name: count for name, (count, _) in self.told.items()}
+
+    @property
+    def elsewhere(self) -> set[bytes]:
+        """Counted blocks that another node has in L2, as this one was told."""
+        return {name for name, (_, elsewhere) in self.told.items() if elsewhere}
 
     @asynccontextmanager
     async def connected(self, to: Directory, read: bool = True) -> AsyncIterator[Node]:
@@ -255,6 +265,19 @@ class Node:
         except TimeoutError:
             raise AssertionError(f"complete={self.complete} counts={self.counts}, not {expected}") from None
 
+    async def elsewhere_becomes(self, expected: Iterable[bytes]) -> None:
+        """Wait until the node was told of exactly these blocks that another node has them."""
+        names = set(expected)
+
+        async def same() -> bool:
+            assert self.error is None, self.error
+            return self.complete and self.elsewhere == names
+
+        try:
+            await eventually(same)
+        except TimeoutError:
+            raise AssertionError(f"complete={self.complete} told={self.told}, not {names} elsewhere") from None
+
     async def stream_ended(self) -> grpc.aio.AioRpcError:
         """Wait until the directory ended the stream; why."""
 
@@ -286,7 +309,10 @@ class Node:
         elif kind == "counts":
             self._take_counts(message.counts)
         elif kind == "counts_query":
-            entries = [directory_pb2.CountedBlocks(names=name, count=count) for name, count in self.counts.items()]
+            entries = [
+                directory_pb2.CountedBlocks(names=name, count=count, elsewhere=elsewhere)
+                for name, (count, elsewhere) in self.told.items()
+            ]
             query_id = message.counts_query.query_id
             await self.send(counts_reply=directory_pb2.CountsReply(query_id=query_id, counts=entries[::2]))
             await self.send(counts_reply=directory_pb2.CountsReply(query_id=query_id, counts=entries[1::2], last=True))
@@ -297,12 +323,14 @@ class Node:
 
     def _take_counts(self, counts: directory_pb2.Counts) -> None:
         self.count_sequences.append(counts.sequence)
-        heard = {name: blocks.count for blocks in counts.counts for name in split_names(blocks.names)}
+        heard = {
+            name: (blocks.count, blocks.elsewhere) for blocks in counts.counts for name in split_names(blocks.names)
+        }
         self._heard |= heard
-        self.counts |= heard
+        self.told |= heard
         if counts.complete:
-            self.counts, self.complete = dict(self._heard), True
-        self.counts = {name: count for name, count in self.counts.items() if count}
+            self.told, self.complete = dict(self._heard), True
+        self.told = {name: (count, elsewhere) for name, (count, elsewhere) in self.told.items() if count}
 
 
 def _stored(tier: Tier, names: bytes, skip: int) -> directory_pb2.KvChange:

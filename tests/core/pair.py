@@ -19,6 +19,7 @@ from evolving.core.directory_log import LogEntry
 from evolving.core.directory_snapshot import SnapshotPart
 from evolving.core.directory_types import Begin, BeginKind, Effect, Landed, Match, NodeEvent, Output
 from evolving.core.errors import CoreError, NeedFull, StaleVersion
+from evolving.core.needs import need
 from evolving.core.terms import ANCHOR_BLOCKS, Phase, Role, Tier
 from evolving_directory.records import decode, encode
 
@@ -83,6 +84,13 @@ class Pair:
                 counts, heard = self.pushed[effect.node_id], self.heard.pop(effect.node_id)
                 self.pushed[effect.node_id] = {name: count for name, count in counts.items() if name in heard}
         return effects
+
+    def needs(self) -> dict[str, dict[Name, int]]:
+        """What each node evicts by: nonzero needs by name."""
+        return {
+            node_id: {name: need(count, self.elsewhere[node_id, name]) for name, count in pushed.items() if count}
+            for node_id, pushed in self.pushed.items()
+        }
 
     def told(self, kind: type[Kind]) -> list[Kind]:
         """Effects of a kind that the last event had."""
@@ -381,11 +389,7 @@ class Pair:
             if stats.node_id not in self.heard:
                 assert {name: count for name, count in self.pushed[stats.node_id].items() if count} == mine
                 self._compare_elsewhere(stats.node_id, mine)
-        settled = {
-            node_id: {name: count for name, count in pushed.items() if count}
-            for node_id, pushed in self.pushed.items()
-            if node_id not in self.heard
-        }
+        settled = {node_id: needs for node_id, needs in self.needs().items() if node_id not in self.heard}
         report = self.core.audit(settled)
         assert (report.compared, report.mismatch_count, report.mismatches) == (len(tally.prefill | tally.decode), 0, ())
         assert report.nonzero_after_end == 0

@@ -16,7 +16,8 @@ from core.test_directory_turns import KEYS, NODES, Story
 from evolving.core import directory_audit, directory_nodes, directory_views
 from evolving.core.config import DecodeToPrefill
 from evolving.core.directory import finished
-from evolving.core.directory_types import Cleared, CountUpdate, Effect
+from evolving.core.directory_types import AuditMismatch, Cleared, CountUpdate, Effect
+from evolving.core.needs import need
 from evolving.core.terms import Phase, Tier
 
 
@@ -57,14 +58,18 @@ def between(parts: Generator[None, None, Answer], happens: Callable[[], object])
 def test_counts_in_parts_and_the_updates_in_between_amount_to_the_counts_at_the_end(seed: int) -> None:
     story = Story(seed, DecodeToPrefill.KEEP)
     node_id = random.Random(seed).choice(NODES)
-    heard: dict[bytes, int] = {}
+    heard: dict[bytes, tuple[int, bool]] = {}
     with closing(story.pair.core.node_counts_in_parts(node_id)) as parts:
         for part in parts:
             for effect in [*part, *steps(story, 3)]:
                 if isinstance(effect, CountUpdate) and effect.node_id == node_id:
-                    heard.update(dict.fromkeys(split_names(effect.names), effect.count))
-    kept = {name: count for names, count in story.pair.core.node_counts(node_id) for name in split_names(names)}
-    assert {name: count for name, count in heard.items() if count} == kept
+                    heard.update(dict.fromkeys(split_names(effect.names), (effect.count, effect.elsewhere)))
+    kept = {
+        name: (count, story.pair.elsewhere[node_id, name])
+        for names, count in story.pair.core.node_counts(node_id)
+        for name in split_names(names)
+    }
+    assert {name: told for name, told in heard.items() if told[0]} == kept
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -73,24 +78,55 @@ def test_an_audit_is_not_misled_by_what_happens_meanwhile(seed: int) -> None:
     core = story.pair.core
     with core.visit() as visit:
         steps(story, 3)  # the question is under way
-        told = {node_id: dict(counts) for node_id, counts in story.pair.pushed.items()}
+        told = story.pair.needs()
         parts = core.audit_in_parts(visit, told)
         report = finished(between(parts, lambda: steps(story, 3)))
     assert (report.mismatch_count, report.nonzero_after_end) == (0, 0), report.mismatches
 
 
 def test_an_audit_finds_what_is_wrong_where_nothing_changes() -> None:
+    """A count, and what a node believes of others' copies."""
     cluster = Cluster("p1", "d1")
     cluster.serve("one", "r1", "sysone")
     cluster.serve("two", "r1", "els")
-    name, other, stale = chain([], "sysone")[5], chain([], "els")[2], chain([], "gone")[3]
-    told = {"p1": dict.fromkeys(chain([], "sysone"), 1) | dict.fromkeys(chain([], "els"), 1)}
-    told["p1"][name], told["p1"][stale] = 7, 3
-    del told["p1"][other]
+    ours, theirs = chain([], "sysone"), chain([], "els")
+    stale = chain([], "gone")[3]
+    told = {"p1": dict.fromkeys([*ours, *theirs], need(1, elsewhere=True))}
+    told["p1"][ours[5]], told["p1"][stale] = need(7, elsewhere=True), need(3, elsewhere=True)
+    told["p1"][ours[4]] = told["p1"][theirs[1]] = need(1, elsewhere=False)
+    del told["p1"][theirs[2]]
     with cluster.directory.visit() as visit:
         cluster.serve("three", "r1", "elsewhere")  # what it touches is left out
         report = finished(cluster.directory.audit_in_parts(visit, told))
-    assert {(each.name, each.recounted, each.node) for each in report.mismatches} == {(name, 1, 7), (stale, 0, 3)}
+    assert set(report.mismatches) == {
+        AuditMismatch("p1", ours[5], 1, 1, 7, elsewhere=True, node_elsewhere=True),
+        AuditMismatch("p1", ours[4], 1, 1, 1, elsewhere=True, node_elsewhere=False),
+        AuditMismatch("p1", stale, 0, 0, 3, elsewhere=None, node_elsewhere=True),
+    }
+    assert report.mismatch_count == 3
+
+
+def test_an_audit_waits_for_the_sweep_before_it_says_that_no_other_node_has_a_block() -> None:
+    """Nodes are told by the sweep; one that never was is found after it, as is one that believes a block is here
+    alone."""
+    cluster = Cluster("p1", "d1", "d2")
+    cluster.serve("one", "r1", "sys")
+    cluster.serve("two", "r1", "els", d="d2")
+    ours, theirs = chain([], "sys"), chain([], "els")
+    told = {"p1": dict.fromkeys([*ours, *theirs], need(1, elsewhere=True))}
+    cluster.directory.node_gone(0.0, "d1")
+    assert cluster.directory.audit(told).mismatch_count == 0
+    while cluster.directory.next_wakeup_s() == 0.0:
+        cluster.directory.tick(0.0)
+    report = cluster.directory.audit(told)
+    assert report.mismatch_count == 3
+    assert set(report.mismatches) == {AuditMismatch("p1", name, 1, 1, 1, False, True) for name in ours}
+    told["p1"].update(dict.fromkeys(ours, need(1, elsewhere=False)))
+    assert cluster.directory.audit(told).mismatch_count == 0
+    told["p1"].update(dict.fromkeys(theirs, need(1, elsewhere=False)))
+    assert set(cluster.directory.audit(told).mismatches) == {
+        AuditMismatch("p1", name, 1, 1, 1, True, False) for name in theirs
+    }
 
 
 def test_an_audit_says_nothing_of_a_node_that_began_anew() -> None:

@@ -24,6 +24,7 @@ from evolving.core.directory_types import (
     Stored,
 )
 from evolving.core.errors import InvalidArgument, StaleIncarnation, UnknownNode
+from evolving.core.needs import need
 from evolving.core.terms import NAME_BYTES, Phase, Tier
 
 NAMES = random.Random(3).randbytes(40 * NAME_BYTES)
@@ -96,17 +97,19 @@ def test_an_audit_finds_counts_a_node_has_wrong_misses_or_has_too_many(directory
     hold(directory, "p", 20)
     land(directory, "b", "p", 10)
     names = split_names(NAMES)
-    right = dict.fromkeys(names[:10], 1)
+    right = dict.fromkeys(names[:10], need(1, elsewhere=False))
     assert directory.audit({"p": right}).mismatch_count == 0
     assert directory.audit({"p": right}).compared == 10
-    report = directory.audit({"p": right | {names[0]: 2, names[15]: 1}})
+    wrong = {names[0]: need(2, elsewhere=False), names[15]: need(1, elsewhere=False)}
+    report = directory.audit({"p": right | wrong})
     assert report.mismatches == (
-        AuditMismatch("p", names[0], incremental=1, recounted=1, node=2),
-        AuditMismatch("p", names[15], incremental=0, recounted=0, node=1),
+        AuditMismatch("p", names[0], incremental=1, recounted=1, node=2, elsewhere=False, node_elsewhere=False),
+        AuditMismatch("p", names[15], incremental=0, recounted=0, node=1, elsewhere=None, node_elsewhere=False),
     )
     assert report.nonzero_after_end == 1
     report = directory.audit({"p": {}})
     assert (report.mismatch_count, len(report.mismatches)) == (10, 3)
+    assert {(each.node, each.node_elsewhere) for each in report.mismatches} == {(0, None)}
     assert directory.audit().mismatch_count == 0
 
 

@@ -233,13 +233,19 @@ async def test_an_audit_names_what_a_node_has_wrong_and_who_does_not_answer(etcd
         await node.store(prompt)
         await node.landed("b", 3, Phase.PREFILL)
         await node.counts_become(dict.fromkeys(blocks_of(prompt), 1))
-        node.counts[prompt[:16]] = 5
+        node.told[prompt[:16]] = (5, False)
         stray = context("stray", 1)
-        node.counts[stray] = 1
+        node.told[stray] = (1, False)
+        node.told[prompt[16:32]] = (1, True)
         audit = await to.audit()
-        assert audit.mismatch_count == 2
+        assert audit.mismatch_count == 3
         found = {m.name: (m.node_id, m.incremental, m.recounted, m.node) for m in audit.mismatches}
-        assert found == {prompt[:16]: ("n", 1, 1, 5), stray: ("n", 0, 0, 1)}
+        assert found == {prompt[:16]: ("n", 1, 1, 5), stray: ("n", 0, 0, 1), prompt[16:32]: ("n", 1, 1, 1)}
+        assert {m.name: m.elsewhere for m in audit.mismatches if m.HasField("elsewhere")} == {
+            prompt[:16]: False,
+            prompt[16:32]: False,
+        }
+        assert {m.name for m in audit.mismatches if m.node_elsewhere} == {prompt[16:32]}
         assert audit.nonzero_after_end == 1
         silent = Node("silent")
         await silent.connect(to, read=False)

@@ -147,6 +147,35 @@ async def test_a_run_on_an_unknown_parent_is_answered_with_a_resync(etcd: Etcd) 
         assert (await to.begin("", names)).match.pool_blocks == 20
 
 
+async def test_nodes_hear_which_of_their_counted_blocks_another_node_has(etcd: Etcd) -> None:
+    """With the counts, when the only other copy goes, and with all counts of a new stream."""
+    async with open_store(etcd) as store, directory(etcd) as to, Node("p").connected(to) as p:
+        await join(store, "d")
+        prompt, output = context("a", 5), context("out", 2, context("a", 5))
+        await to.begin("b", prompt)
+        await p.store(prompt)
+        await p.landed("b", 5, Phase.PREFILL)
+        await p.counts_become(dict.fromkeys(blocks_of(prompt), 1))
+        assert p.elsewhere == set()
+        d = Node("d")
+        async with d.connected(to):
+            await d.store(output)
+            await d.landed("b", 5, Phase.DECODE)
+            await d.output("b", 5, output[5 * 16 :])
+            await d.counts_become(dict.fromkeys(blocks_of(output), 1))
+            for node in (p, d):
+                await node.elsewhere_becomes(blocks_of(prompt))
+            await clean(to)
+            await p.remove(prompt, keep=2)
+            await d.elsewhere_becomes(blocks_of(prompt)[:2])
+            await clean(to)
+        d.told = dict.fromkeys(blocks_of(prompt), (1, True))
+        async with d.connected(to):
+            await d.counts_become(dict.fromkeys(blocks_of(output), 1))
+            assert d.elsewhere == set(blocks_of(prompt)[:2])
+            await clean(to)
+
+
 async def test_a_node_that_reconnects_goes_on_where_it_was_and_gets_all_counts_again(etcd: Etcd) -> None:
     async with open_store(etcd) as store:
         await join(store, "n")
@@ -158,7 +187,7 @@ async def test_a_node_that_reconnects_goes_on_where_it_was_and_gets_all_counts_a
                 await to.begin("b", prompt)
                 await node.landed("b", 3, Phase.PREFILL)
                 await node.counts_become(dict.fromkeys(blocks_of(prompt), 1))
-            node.counts = {prompt[:16]: 9, context("stale", 1): 3}
+            node.told = {prompt[:16]: (9, True), context("stale", 1): (3, False)}
             async with node.connected(to):
                 await node.counts_become(dict.fromkeys(blocks_of(prompt), 1))
                 assert not node.resyncs

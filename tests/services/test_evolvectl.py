@@ -372,14 +372,19 @@ def test_an_audit_with_a_mismatch_exits_1(
 ) -> None:
     directory.audit = directory_pb2.AuditResponse(compared=42, mismatch_count=mismatches, nonzero_after_end=nonzero)
     directory.audit.mismatches.add(node_id="node-a", name=bytes(16), incremental=1, recounted=2, node=3)
+    directory.audit.mismatches.add(
+        node_id="node-b", name=bytes(16), incremental=1, recounted=1, node=1, elsewhere=False, node_elsewhere=True
+    )
     outcome = evolvectl("--directory", directory_address, "audit")
     assert outcome.code == 1
-    assert ["node-a", "00" * 16, "1", "2", "3"] in outcome.words
+    assert ["node-a", "00" * 16, "1", "2", "3", "-", "-"] in outcome.words
+    assert ["node-b", "00" * 16, "1", "1", "1", "no", "yes"] in outcome.words
     one_line(outcome)
     as_json = evolvectl("--directory", directory_address, "audit", "--json")
     assert as_json.code == 1
     assert as_json.json["clean"] is False
     assert as_json.json["mismatches"][0]["name"] == "00" * 16
+    assert [each.get("node_elsewhere") for each in as_json.json["mismatches"]] == [None, True]
 
 
 def test_an_audit_without_all_nodes_exits_3(directory: ScriptedDirectory, directory_address: str) -> None:

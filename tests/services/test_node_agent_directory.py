@@ -318,22 +318,30 @@ async def test_counts_survive_an_engine_that_crashed(etcd: Etcd) -> None:
         assert {change.tier for change in cleared} == {common_pb2.TIER_L1, common_pb2.TIER_L2}
 
 
-async def test_counts_are_told_when_asked(etcd: Etcd) -> None:
+async def test_what_it_evicts_by_is_told_when_asked(etcd: Etcd) -> None:
     async with scripted_directory(etcd) as directory, agent(etcd) as node:
         await node.ready()
         await directory.until(lambda: bool(directory.hellos))
         directory.say(counts_query=directory_pb2.CountsQuery(query_id=7))
         await directory.until(lambda: bool(directory.said("counts_reply")))
         await node.serve(prefill_request(ids(1, 100)))
-        counts = dict.fromkeys(names_of(ids(1, 100)), 2)
-        directory.say(counts=_counts(counts))
+        first, *others = names_of(ids(1, 100))
+        expected = {first: (2, True)} | dict.fromkeys(others, (2, False))
+        directory.say(counts=_counts(dict.fromkeys(others, 2)))
+        spare = directory_pb2.CountedBlocks(names=first, count=2, elsewhere=True)
+        directory.say(counts=directory_pb2.Counts(counts=[spare]))
         directory.say(counts_query=directory_pb2.CountsQuery(query_id=8))
         await directory.until(lambda: sum(reply.last for reply in directory.said("counts_reply")) == 2)
         empty, *full = directory.said("counts_reply")
         assert (empty.query_id, empty.last, list(empty.counts)) == (7, True, [])
         assert {reply.query_id for reply in full} == {8}
-        told = {name: each.count for reply in full for each in reply.counts for name in split_names(each.names)}
-        assert told == counts
+        told = {
+            name: (each.count, each.elsewhere)
+            for reply in full
+            for each in reply.counts
+            for name in split_names(each.names)
+        }
+        assert told == expected
 
 
 async def test_retier_frees_device_memory(etcd: Etcd) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from evolving.core.blocks import split_names
 from evolving.core.directory_types import AuditReport
+from evolving.core.needs import need
 from evolving.core.prefix_index import check_names
 from evolving.internal.v1 import directory_pb2
 from evolving_directory.host import Host
@@ -16,7 +17,7 @@ from evolving_directory.slices import in_turns
 
 @dataclass(slots=True)
 class _Query:
-    counts: dict[bytes, int] = field(default_factory=dict)
+    needs: dict[bytes, int] = field(default_factory=dict)
     answered: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -35,12 +36,12 @@ class CountsQueries:
         for blocks in reply.counts:
             check_names(blocks.names)
             if blocks.count:
-                query.counts.update(dict.fromkeys(split_names(blocks.names), blocks.count))
+                query.needs |= dict.fromkeys(split_names(blocks.names), need(blocks.count, blocks.elsewhere))
         if reply.last:
             query.answered.set()
 
     async def ask(self, host: Host, timeout_s: float) -> dict[str, dict[bytes, int]]:
-        """Nonzero counts by name of each node that answered in time.
+        """Nonzero needs by name of each node that answered in time.
 
         The question goes out behind the counts that wait, so an answer includes all of them.
         """
@@ -57,13 +58,13 @@ class CountsQueries:
         finally:
             for node_id in asked:
                 del self._open[node_id, query_id]
-        return {node_id: query.counts for node_id, query in asked.items() if query.answered.is_set()}
+        return {node_id: query.needs for node_id, query in asked.items() if query.answered.is_set()}
 
 
 async def audit(host: Host, queries: CountsQueries, timeout_s: float) -> tuple[AuditReport, list[str]]:
     """The comparison, and the nodes that could not be asked."""
     with host.directory.visit() as visit:  # what changes from here on is left out
         answers = await queries.ask(host, timeout_s)
-        known = {node: counts for node, counts in answers.items() if node in host.known_nodes}
+        known = {node: needs for node, needs in answers.items() if node in host.known_nodes}
         report = await in_turns(host.directory.audit_in_parts(visit, known))
     return report, sorted(set(host.known_nodes) - answers.keys())

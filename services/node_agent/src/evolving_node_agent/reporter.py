@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from evolving.core.blocks import split_names
-from evolving.core.needs import count_of, need
+from evolving.core.needs import count_of, is_last, need
 from evolving.internal.v1 import directory_pb2, directory_pb2_grpc
 from evolving.runtime.channel import open_channel
 from evolving.runtime.clock import Clock
@@ -240,13 +240,14 @@ class DirectoryReporter:
             await self._engine.set_needs(changed)
 
     async def _answer_counts(self, stream: DirectoryStream, query_id: int) -> None:
-        by_count: dict[int, list[bytes]] = {}
+        by_need: dict[int, list[bytes]] = {}
         for name, needed in (await self._engine.needs()).items():
-            by_count.setdefault(count_of(needed), []).append(name)
-        for count, names in by_count.items():
+            by_need.setdefault(needed, []).append(name)
+        for needed, names in by_need.items():
             for start in range(0, len(names), _SLICE_BLOCKS):
                 part = b"".join(names[start : start + _SLICE_BLOCKS])
-                blocks = directory_pb2.CountedBlocks(names=part, count=count)
+                elsewhere = not is_last(needed)
+                blocks = directory_pb2.CountedBlocks(names=part, count=count_of(needed), elsewhere=elsewhere)
                 reply = directory_pb2.CountsReply(query_id=query_id, counts=[blocks])
                 stream.send(directory_pb2.ConnectNodeRequest(counts_reply=reply))
         last = directory_pb2.CountsReply(query_id=query_id, last=True)

@@ -232,14 +232,19 @@ def _block_show(
 
 @app.command("audit")
 def _audit(context: typer.Context) -> None:
-    """Compare the three counts of every block on every node. Exits 1 on a mismatch, 3 if a node did not answer."""
+    """Compare the counts of every block on every node, and what the node evicts by. Exits 1 on a mismatch, 3 if a node
+    did not answer."""
     answer = _run(context, directory.audit)
     if _options(context).json:
         output.print_json({"clean": directory.is_clean(answer), **plain(answer)})
     else:
         directory.print_audit(answer)
     if not directory.is_clean(answer):
-        _fail(refused("the counts don't agree; if requests were running, audit again when they are done"))
+        _fail(
+            refused(
+                "counts and what nodes evict by don't agree; if requests were running, audit again when they are done"
+            )
+        )
     if answer.unreachable_node_ids:
         _fail(unreachable(f"no answer from {', '.join(answer.unreachable_node_ids)}; see evolvectl status"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Literal
 
 from evolving.v1 import common_pb2, directory_pb2
 from evolving_client.ctl import output
@@ -132,6 +133,13 @@ def is_clean(answer: directory_pb2.AuditResponse) -> bool:
     return not answer.mismatch_count and not answer.nonzero_after_end
 
 
+def _answer(mismatch: directory_pb2.AuditMismatch, question: Literal["elsewhere", "node_elsewhere"]) -> str:
+    """Yes, no, or that there is none."""
+    if not mismatch.HasField(question):
+        return "-"
+    return "yes" if getattr(mismatch, question) else "no"
+
+
 def print_audit(answer: directory_pb2.AuditResponse) -> None:
     """The verdict, then what did not agree."""
     verdict = "clean" if is_clean(answer) else "MISMATCH"
@@ -143,9 +151,17 @@ def print_audit(answer: directory_pb2.AuditResponse) -> None:
     )
     if answer.mismatches:
         output.print_table(
-            ["node", "block", ">incremental", ">recounted", ">node evicts by"],
+            ["node", "block", ">incremental", ">recounted", ">node evicts by", "in another L2", "as the node believes"],
             [
-                [each.node_id, each.name.hex(), str(each.incremental), str(each.recounted), str(each.node)]
+                [
+                    each.node_id,
+                    each.name.hex(),
+                    str(each.incremental),
+                    str(each.recounted),
+                    str(each.node),
+                    _answer(each, "elsewhere"),
+                    _answer(each, "node_elsewhere"),
+                ]
                 for each in answer.mismatches
             ],
         )

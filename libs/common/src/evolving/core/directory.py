@@ -282,22 +282,22 @@ class Directory:
         """Sizes and counters."""
         return directory_views.stats(self._state)
 
-    def audit(self, node_counts: Mapping[str, Mapping[bytes, int]] | None = None) -> AuditReport:
-        """Compare incremental counts, a recount from the branch table and, where given by node id, the counts nodes
-        evict by (nonzero ones by name). Walks everything."""
+    def audit(self, node_needs: Mapping[str, Mapping[bytes, int]] | None = None) -> AuditReport:
+        """Compare incremental counts, a recount from the branch table and, where given by node id, what nodes evict by:
+        nonzero needs by name (evolving.core.needs). Walks everything."""
         with self.visit() as visit:
-            return finished(self.audit_in_parts(visit, node_counts or {}))
+            return finished(self.audit_in_parts(visit, node_needs or {}))
 
     def visit(self) -> Visit:
         """Begin to watch what changes, for an audit. Has to be closed."""
         return self._state.index.visit(self._state.index.live)
 
     def audit_in_parts(
-        self, visit: Visit, node_counts: Mapping[str, Mapping[bytes, int]]
+        self, visit: Visit, node_needs: Mapping[str, Mapping[bytes, int]]
     ) -> Generator[None, None, AuditReport]:
         """The same, yielding every few milliseconds. What changed since the visit began is left out, so that begin has
         to come before the nodes are asked."""
-        return directory_audit.audit(self._state, visit, node_counts)
+        return directory_audit.audit(self._state, visit, node_needs)
 
     def check_invariants(self) -> None:
         """Assert everything that must hold between events. Walks everything; for tests."""

@@ -1,7 +1,10 @@
-"""The audit: counts kept incrementally, counted anew from the branch table, and those nodes evict by, compared.
+"""The audit: counts kept incrementally, counted anew from the branch table, and what nodes evict by, compared.
 
-The recount uses only the branches' contexts and homes, never the runs' own tallies. An audit takes its time, part by
-part, and says nothing of runs that change in that time.
+The recount uses only the branches' contexts and homes, never the runs' own tallies. What a node evicts by is a count
+and whether another node has the block in L2, which is so when the index has such a copy. Nodes hear that a copy of a
+node that went is gone when it is swept, so until then nothing is said of the others' word for it.
+
+An audit takes its time, part by part, and says nothing of runs that change in that time.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from evolving.core.blocks import split_names
 from evolving.core.branches import Branch
 from evolving.core.directory_state import DirectoryState
 from evolving.core.directory_types import AuditMismatch, AuditReport
+from evolving.core.needs import count_of, is_last
 from evolving.core.refcounts import Node, count_at, home_key
 from evolving.core.runs import Run, Visit
 from evolving.core.terms import NAME_BYTES
@@ -69,25 +73,32 @@ class _Report:
         self.nonzero_after_end = 0
         self.mismatches: list[AuditMismatch] = []
 
-    def compare(self, node_id: str, name: bytes, incremental: int, recounted: int, by_node: int | None) -> None:
-        """One pair of node and block."""
-        if not (incremental or recounted or by_node):
+    def compare(
+        self, node_id: str, name: bytes, incremental: int, recounted: int, told: int | None, elsewhere: bool | None
+    ) -> None:
+        """One pair of node and block. told: the need the node evicts by. elsewhere: whether another node has the block
+        in L2; None: that can't be said."""
+        if not (incremental or recounted or told):
             return
         self.compared += 1
         if recounted == 0:
             self.nonzero_after_end += 1
-        if incremental != recounted or by_node not in (None, recounted):
+        by_node = None if told is None else count_of(told)
+        believed = not is_last(told) if told else None
+        misled = None not in (elsewhere, believed) and elsewhere != believed
+        if incremental != recounted or by_node not in (None, recounted) or misled:
             self.mismatch_count += 1
             if len(self.mismatches) < self._mismatches_max:
-                self.mismatches.append(AuditMismatch(node_id, name, incremental, recounted, by_node))
+                found = AuditMismatch(node_id, name, incremental, recounted, by_node, elsewhere, believed)
+                self.mismatches.append(found)
 
 
 def audit(
-    state: DirectoryState, visit: Visit, node_counts: Mapping[str, Mapping[bytes, int]]
+    state: DirectoryState, visit: Visit, node_needs: Mapping[str, Mapping[bytes, int]]
 ) -> Generator[None, None, AuditReport]:
     """See Directory.audit_in_parts."""
     report = _Report(state.config.audit_mismatches_max)
-    left = {node_id: dict(counts) for node_id, counts in node_counts.items()}
+    left = {node_id: dict(needs) for node_id, needs in node_needs.items()}
     collected: _Homes = {}
     for count, branch in enumerate(list(state.table.live.values()), 1):
         _lay(state, branch, collected)
@@ -104,10 +115,10 @@ def audit(
         yield
     _forget_restarted(state, visit, left)
     changed = {name for run in visit.changed for name in split_names(run.names)} if any(left.values()) else set()
-    for node_id, counts in left.items():
-        for name, count in counts.items():
+    for node_id, needs in left.items():
+        for name, told in needs.items():
             if name not in changed:
-                report.compare(node_id, name, 0, 0, count)
+                report.compare(node_id, name, 0, 0, told, None)
     return AuditReport(report.compared, report.mismatch_count, tuple(report.mismatches), report.nonzero_after_end)
 
 
@@ -126,21 +137,25 @@ def _compare_run(
     for part in _parts(run, laid):
         for node in state.counts.nodes.values():
             if (run.l1 | run.l2) & node.bit:
-                _compare_part(report, part, node, left.get(node.node_id))
+                swept = not run.l2 & state.index.retired
+                elsewhere = state.counts.elsewhere(node, run) if swept else None
+                _compare_part(report, part, node, left.get(node.node_id), elsewhere)
 
 
-def _compare_part(report: _Report, part: _Part, node: Node, by_node: dict[bytes, int] | None) -> None:
-    """Compare the blocks of a part that a node holds; takes them out of what the node told."""
+def _compare_part(
+    report: _Report, part: _Part, node: Node, needs: dict[bytes, int] | None, elsewhere: bool | None
+) -> None:
+    """Compare the blocks of a part that a node holds; takes them out of the needs that the node told."""
     incremental = count_at(part.run.homes, node.number)
     recounted = count_at(part.homes, node.number)
-    if not (incremental or recounted or by_node):
+    if not (incremental or recounted or needs):
         return
     names = part.run.names
     for depth in range(part.first, part.end):
         at = (depth - part.run.start) * NAME_BYTES
         name = names[at : at + NAME_BYTES]
-        told = None if by_node is None else by_node.pop(name, 0)
-        report.compare(node.node_id, name, incremental, recounted, told)
+        told = None if needs is None else needs.pop(name, 0)
+        report.compare(node.node_id, name, incremental, recounted, told, elsewhere)
 
 
 def check_invariants(state: DirectoryState) -> None:

@@ -361,18 +361,22 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class AuditMismatch:
-    """A block on a node whose counts differ. node: what the node evicts by; None: it was not asked."""
+    """A block on a node whose counts differ, or that the node takes for one the pool has elsewhere, or has not, and is
+    wrong."""
 
     node_id: str
     name: bytes
     incremental: int
     recounted: int
-    node: int | None
+    node: int | None  # the count the node evicts by; None: it was not asked
+    elsewhere: bool | None  # another node has it in L2; None: that can't be said
+    node_elsewhere: bool | None  # so the node believes; None: it counts nothing there, or was not asked
 
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """The counts kept incrementally, those recounted from the branch table and those nodes evict by, compared."""
+    """The counts kept incrementally, those recounted from the branch table and what nodes evict by, compared: their
+    counts, and whether they believe that another node has the block in L2."""
 
     compared: int  # pairs of node and block with a nonzero count in any of the three
     mismatch_count: int

@@ -130,8 +130,12 @@ class RefCounts:
 
     def update(self, node: Node, run: Run, reason: str) -> CountUpdate:
         """What a node that holds a run has to know of it."""
-        elsewhere = run.l2 & self._index.live & ~node.bit != 0
-        return CountUpdate(node.node_id, run.names, count_at(run.homes, node.number), elsewhere, reason)
+        count = count_at(run.homes, node.number)
+        return CountUpdate(node.node_id, run.names, count, self.elsewhere(node, run), reason)
+
+    def elsewhere(self, node: Node, run: Run) -> bool:
+        """Whether another node has a run in L2."""
+        return run.l2 & self._index.live & ~node.bit != 0
 
     # ----------------------------------------------------------------------------------------------------------- homes
 

@@ -355,7 +355,7 @@ class AuditResponse(_message.Message):
     compared: _builtins.int
     """Pairs of node and block that were compared."""
     mismatch_count: _builtins.int
-    """Pairs on which the three counts don't agree; at most 100 are given."""
+    """Pairs on which the three counts don't agree, or the node is wrong about others' copies; at most 100 are given."""
     nonzero_after_end: _builtins.int
     """Pairs with a nonzero count although no live branch counts them."""
     @_builtins.property
@@ -390,11 +390,21 @@ class AuditMismatch(_message.Message):
     INCREMENTAL_FIELD_NUMBER: _builtins.int
     RECOUNTED_FIELD_NUMBER: _builtins.int
     NODE_FIELD_NUMBER: _builtins.int
+    ELSEWHERE_FIELD_NUMBER: _builtins.int
+    NODE_ELSEWHERE_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     name: _builtins.bytes
     incremental: _builtins.int
     recounted: _builtins.int
     node: _builtins.int
+    elsewhere: _builtins.bool
+    """Another node has the block in L2. Unset where that can't be said: the block is not known, or it was on a node that
+    went a moment ago.
+    """
+    node_elsewhere: _builtins.bool
+    """So the node believes; blocks for which it does are evicted before others. Unset where its count is 0, or it did not
+    answer.
+    """
     def __init__(
         self,
         *,
@@ -403,11 +413,20 @@ class AuditMismatch(_message.Message):
         incremental: _builtins.int = ...,
         recounted: _builtins.int = ...,
         node: _builtins.int = ...,
+        elsewhere: _builtins.bool | None = ...,
+        node_elsewhere: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_elsewhere", b"_elsewhere", "_node_elsewhere", b"_node_elsewhere", "elsewhere", b"elsewhere", "node_elsewhere", b"node_elsewhere"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incremental", b"incremental", "name", b"name", "node", b"node", "node_id", b"node_id", "recounted", b"recounted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_elsewhere", b"_elsewhere", "_node_elsewhere", b"_node_elsewhere", "elsewhere", b"elsewhere", "incremental", b"incremental", "name", b"name", "node", b"node", "node_elsewhere", b"node_elsewhere", "node_id", b"node_id", "recounted", b"recounted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__elsewhere: _TypeAlias = _typing.Literal["elsewhere"]  # noqa: Y015
+    _WhichOneofArgType__elsewhere: _TypeAlias = _typing.Literal["_elsewhere", b"_elsewhere"]  # noqa: Y015
+    _WhichOneofReturnType__node_elsewhere: _TypeAlias = _typing.Literal["node_elsewhere"]  # noqa: Y015
+    _WhichOneofArgType__node_elsewhere: _TypeAlias = _typing.Literal["_node_elsewhere", b"_node_elsewhere"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__elsewhere) -> _WhichOneofReturnType__elsewhere | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__node_elsewhere) -> _WhichOneofReturnType__node_elsewhere | None: ...
 
 Global___AuditMismatch: _TypeAlias = AuditMismatch  # noqa: Y015

@@ -93,7 +93,8 @@ class DirectoryServiceServicer(object):
 
     def Audit(self, request, context):
         """Audit compares three counts of every block on every node: kept incrementally, counted anew from the branches, and
-        the one each node evicts by. It walks everything; at rest all three agree.
+        the one each node evicts by. It walks everything; at rest all three agree. Nodes also evict by whether another node
+        has the block in L2, so that is compared as well.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

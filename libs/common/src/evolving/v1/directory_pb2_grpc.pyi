@@ -40,7 +40,8 @@ class DirectoryServiceStub:
     GetStats: _grpc.UnaryUnaryMultiCallable[_directory_pb2.GetStatsRequest, _directory_pb2.GetStatsResponse]
     Audit: _grpc.UnaryUnaryMultiCallable[_directory_pb2.AuditRequest, _directory_pb2.AuditResponse]
     """Audit compares three counts of every block on every node: kept incrementally, counted anew from the branches, and
-    the one each node evicts by. It walks everything; at rest all three agree.
+    the one each node evicts by. It walks everything; at rest all three agree. Nodes also evict by whether another node
+    has the block in L2, so that is compared as well.
     """
 
 @_typing.type_check_only
@@ -55,7 +56,8 @@ class DirectoryServiceAsyncStub(DirectoryServiceStub):
     GetStats: _aio.UnaryUnaryMultiCallable[_directory_pb2.GetStatsRequest, _directory_pb2.GetStatsResponse]  # type: ignore[assignment]
     Audit: _aio.UnaryUnaryMultiCallable[_directory_pb2.AuditRequest, _directory_pb2.AuditResponse]  # type: ignore[assignment]
     """Audit compares three counts of every block on every node: kept incrementally, counted anew from the branches, and
-    the one each node evicts by. It walks everything; at rest all three agree.
+    the one each node evicts by. It walks everything; at rest all three agree. Nodes also evict by whether another node
+    has the block in L2, so that is compared as well.
     """
 
 class DirectoryServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -97,7 +99,8 @@ class DirectoryServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_directory_pb2.AuditResponse, _abc.Awaitable[_directory_pb2.AuditResponse]]:
         """Audit compares three counts of every block on every node: kept incrementally, counted anew from the branches, and
-        the one each node evicts by. It walks everything; at rest all three agree.
+        the one each node evicts by. It walks everything; at rest all three agree. Nodes also evict by whether another node
+        has the block in L2, so that is compared as well.
         """
 
 def add_DirectoryServiceServicer_to_server(servicer: DirectoryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -260,6 +260,8 @@ def audit_to_proto(report: core.AuditReport, unreachable: Sequence[str]) -> dire
                 incremental=mismatch.incremental,
                 recounted=mismatch.recounted,
                 node=mismatch.node or 0,
+                elsewhere=mismatch.elsewhere,
+                node_elsewhere=mismatch.node_elsewhere,
             )
             for mismatch in report.mismatches
         ],

@@ -776,8 +776,8 @@ class CountedBlocks(_message.Message):
     """16 bytes a block."""
     count: _builtins.int
     elsewhere: _builtins.bool
-    """Another node has them in L2: the pool keeps them whatever this one does. Says nothing where count is 0, nor in
-    an answer to a CountsQuery.
+    """Another node has them in L2: the pool keeps them whatever this one does. Says nothing where count is 0. In an
+    answer to a CountsQuery: so this node believes, and evicts by it.
     """
     def __init__(
         self,

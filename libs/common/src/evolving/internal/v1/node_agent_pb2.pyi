@@ -576,6 +576,7 @@ class WatchStatusResponse(_message.Message):
     decoding: _builtins.int
     """B."""
     decode_context_tokens: _builtins.int
+    """Summed over the batch and those reserved."""
     reserved: _builtins.int
     decode_slots_free: _builtins.int
     l1_used_tokens: _builtins.int
