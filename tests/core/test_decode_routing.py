@@ -92,6 +92,15 @@ def test_a_context_waits_for_the_memory_of_as_many_of_those_before(memory_tokens
     assert score_decode(CONTEXT, replace(node, prefilled_here=True), CONFIG).wait_s == 0
 
 
+@pytest.mark.parametrize("memory_tokens", [-math.inf, -64_000, 0, 63_999])
+def test_where_nobody_decodes_nobody_is_waited_for(memory_tokens: float) -> None:
+    """However little memory there is: no decode that ends would add to it."""
+    node = decode_node("a", memory_tokens=memory_tokens)
+    score = score_decode(CONTEXT, node, CONFIG)
+    assert score.wait_s == 0
+    assert score == score_decode(CONTEXT, replace(node, memory_tokens=math.inf), CONFIG)
+
+
 # -- the choice
 
 

@@ -105,7 +105,8 @@ def score_decode(context: Context, decoding: DecodeNode, config: RoutingConfig) 
     """What decoding on this node costs.
 
     - `wait_s`: the others are anywhere in their outputs, so that their memory becomes free evenly over the time a whole
-      output takes, n·T_D(B): until enough of it is, that times the share of it that this context needs.
+      output takes, n·T_D(B): until enough of it is, that times the share of it that this context needs. Where nobody
+      decodes there is nobody to wait for.
     - `receive_s`: a decode node reads no host memory, so all that its device memory lacks is sent, at the rate of a
       fetch: the same bytes over the same network, from device memory at least as fast.
     - `evict_s`: as dup_n, by what its host memory lacks and has room for.
@@ -125,8 +126,9 @@ def score_decode(context: Context, decoding: DecodeNode, config: RoutingConfig) 
     if not decoding.prefilled_here:
         received_tokens = max(0, context.tokens - node.l1_blocks * context.block_tokens)
         stored_tokens = context.lacking_tokens(node.any_blocks)
-        missing_share = min(1.0, max(0.0, context.tokens - decoding.memory_tokens) / max(1, batch_tokens))
-        wait_s = missing_share * config.output_tokens * without_s
+        if batch:
+            missing_share = min(1.0, max(0.0, context.tokens - decoding.memory_tokens) / max(1, batch_tokens))
+            wait_s = missing_share * config.output_tokens * without_s
         receive_s = received_tokens * fetch_token_s(node, config)
         evict_s = duplicate_s(context, node, config)
     iterations = min(config.output_tokens, context.output_tokens_max)
