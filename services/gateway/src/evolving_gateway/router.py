@@ -99,7 +99,7 @@ class Router:
     ) -> DecodeDecision:
         """The decode node of a context that was prefilled on `prefill_node_id`."""
         runs = self._readable(match)
-        rate = self._fetch_tokens_per_s()
+        rate = self._fetch_tokens_per_s(model)
         nodes = (
             DecodeNode(
                 replace(view, fetch_tokens_per_s=view.fetch_tokens_per_s or rate),
@@ -160,9 +160,10 @@ class Router:
                 ),
             )
 
-    def _fetch_tokens_per_s(self) -> float:
-        """What reads bring where somebody has measured it, the mean; 0: nobody has. Decode nodes read nothing."""
-        rates = [node.status.fetch_tokens_per_s for node in self._cluster.nodes.values()]
+    def _fetch_tokens_per_s(self, model: ModelFacts) -> float:
+        """What reads bring where a node of the model has measured it, the mean; 0: none has. Decode nodes read
+        nothing."""
+        rates = [node.status.fetch_tokens_per_s for node in self._serving(model) if node.ready]
         known = [rate for rate in rates if rate > 0]
         return sum(known) / len(known) if known else 0.0
 
