@@ -131,6 +131,7 @@ class ScriptedNode(node_agent_pb2_grpc.NodeAgentServiceServicer):
             "max_prompt_tokens": MAX_PROMPT,
             "max_context_tokens": MAX_CONTEXT,
             "l1_tokens": 10_000,
+            "reserve_tokens": 4_000,
             "l2_tokens": 40_000,
             "decode_slots": 8,
             "chunk_tokens": 256,

@@ -40,6 +40,7 @@ def node_registration(node_id: str) -> NodeRegistration:
         max_prompt_tokens=1000,
         max_context_tokens=2000,
         l1_tokens=10_000,
+        reserve_tokens=2000,
         l2_tokens=10_000,
         decode_slots=8,
         chunk_tokens=512,

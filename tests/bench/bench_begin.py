@@ -77,6 +77,7 @@ def registration(node_id: str) -> NodeRegistration:
         max_prompt_tokens=200_000,
         max_context_tokens=200_000,
         l1_tokens=1_000_000,
+        reserve_tokens=200_000,
         l2_tokens=4_000_000,
         decode_slots=64,
         chunk_tokens=8_192,

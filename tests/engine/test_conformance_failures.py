@@ -18,6 +18,7 @@ from evolving_node_agent.engines.port import (
     DecodeLost,
     EngineDown,
     EngineError,
+    EngineStatus,
     NoRoom,
     Prefilled,
     Rejected,
@@ -129,6 +130,42 @@ async def aborted_while_waiting(source: Node, target: Node, side: str) -> tuple[
         if not any(isinstance(event, Sent) for event in prefill.events):
             return ends
     raise AssertionError("every abort came too late")
+
+
+async def test_a_context_that_reserved_is_told_until_it_decodes(nodes: list[Node]) -> None:
+    """A leg that decodes before a status tells of its reservation is another case: then again, with another prompt."""
+    source, target = nodes
+    for seed in range(30, 40):
+        prefill_job, decode_job = jobs(source, prompt(seed, LONG), greedy(FOREVER))
+        prefill = Leg(source.engine.prefill(prefill_job))
+        await prefill.until(Taken)
+        decode = Leg(target.engine.decode(decode_job))
+        told = [await first_status(target, lambda status: bool(status.reserved or status.decoding))]
+        told.append(await first_status(target, lambda status: bool(status.decoding)))
+        await target.engine.abort(decode_job.leg_id)
+        await asyncio.gather(prefill.error(), decode.error())
+        assert (told[1].reserved, told[1].reserved_context_tokens) == (0, 0)
+        assert told[1].decode_context_tokens > LONG
+        if told[0].reserved:
+            assert (told[0].reserved_context_tokens, told[0].decode_context_tokens) == (LONG, 0)
+            break
+    else:
+        raise AssertionError("every leg decoded too soon")
+    await all_room_is_back(*nodes)
+
+
+async def first_status(node: Node, holds: Callable[[EngineStatus], bool]) -> EngineStatus:
+    """The first status for which `holds`."""
+    async with asyncio.timeout(60):
+        async for status in node.engine.status_changes():
+            if holds(status):
+                return status
+    raise AssertionError("the engine is down")
+
+
+async def test_what_each_phase_leaves_to_the_other_is_room_for_the_longest_prompt(nodes: list[Node]) -> None:
+    info = nodes[0].info
+    assert info.max_prompt_tokens <= info.reserve_tokens <= info.l1_tokens - info.reserve_tokens
 
 
 async def test_abort_of_the_prefill_leg_ends_a_waiting_decode_leg(pair: tuple[Node, Node]) -> None:

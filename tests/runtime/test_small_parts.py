@@ -28,6 +28,7 @@ NODE = NodeRegistration(
     max_prompt_tokens=2048,
     max_context_tokens=4096,
     l1_tokens=1 << 16,
+    reserve_tokens=4096,
     l2_tokens=1 << 20,
     decode_slots=8,
     chunk_tokens=512,

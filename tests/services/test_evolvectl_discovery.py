@@ -57,6 +57,7 @@ class Partition:
             max_prompt_tokens=900,
             max_context_tokens=1000,
             l1_tokens=1000,
+            reserve_tokens=400,
             l2_tokens=4000,
             decode_slots=8,
             chunk_tokens=512,

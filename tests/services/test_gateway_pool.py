@@ -15,6 +15,7 @@ from evolving.runtime.metrics import Metrics
 from evolving.v1 import common_pb2, gateway_pb2
 from evolving_gateway.metrics import GatewayMetrics
 from evolving_gateway.nodes import Arriving, DecodeArriving, Node
+from evolving_node_agent.engines.sglang import SglangConfig
 
 BLOCKS = 60
 PROMPT = [1 + at % 900 for at in range(BLOCKS * BLOCK_TOKENS + 1)]
@@ -41,9 +42,9 @@ async def served(it: Bench) -> gateway_pb2.GenerateFinished:
     return await it.generate(PROMPT, sampling=ONE_TOKEN).all()
 
 
-async def decoded(it: Bench, tokens: int = 4) -> gateway_pb2.GenerateFinished:
+async def decoded(it: Bench, tokens: int = 4, model: str = "") -> gateway_pb2.GenerateFinished:
     """The same, with something to decode."""
-    return await it.generate(PROMPT, sampling=gateway_pb2.Sampling(max_tokens=tokens)).all()
+    return await it.generate(PROMPT, model=model, sampling=gateway_pb2.Sampling(max_tokens=tokens)).all()
 
 
 async def test_a_node_says_what_its_fetches_take() -> None:
@@ -115,6 +116,23 @@ async def test_what_sending_a_context_takes_is_by_what_reads_from_peers_took() -
             assert (await decoded(it, tokens=60)).decode_node_id == decode_node_id
 
 
+async def test_what_reads_take_is_asked_of_the_nodes_of_the_model_that_serve() -> None:
+    """By p's reads the context stays where it lies; another model's, and those of a node that left off, are quick."""
+    async with bench("p", "d1", "d2", "quit", "other") as it:
+        await it.register(it.nodes["other"], model="other", kv_format="other")
+        await it.split(1, p="prefill", d1="decode", d2="decode", quit="prefill", other="prefill")
+        it.directory.match = held_by("p", "d1")
+        for depth in it.directory.match.nodes:
+            depth.l1_blocks = BLOCKS
+        await tell(it, "d1", 0.1, decoding=4)
+        await tell(it, "p", 0.2, fetch_tokens_per_s=1e3)
+        await tell(it, "other", 0.3, fetch_tokens_per_s=1e9)
+        await tell(it, "quit", 0.4, fetch_tokens_per_s=1e9, ready=False)
+        assert (await decoded(it, tokens=60, model="tiny")).decode_node_id == "d1"
+        await tell(it, "quit", 0.5, ready=True)
+        assert (await decoded(it, tokens=60, model="tiny")).decode_node_id == "d2"
+
+
 async def test_nothing_is_sent_where_a_request_was_prefilled() -> None:
     """Nobody holds any of it before; the other node has more slots."""
     async with bench("a", "b") as it:
@@ -154,10 +172,10 @@ async def test_only_what_someone_can_be_asked_for_is_planned() -> None:
 # -- what a node's status does not say yet
 
 
-def node() -> Node:
+def node(**facts: int) -> Node:
     """A node nobody is connected to."""
     nothing = cast("Any", None)
-    return Node(ScriptedNode("n").registration(), nothing, nothing)
+    return Node(ScriptedNode("n").registration(**facts), nothing, nothing)
 
 
 def test_legs_count_until_a_status_that_came_after_they_were_acknowledged() -> None:
@@ -178,29 +196,42 @@ def test_legs_count_until_a_status_that_came_after_they_were_acknowledged() -> N
 
 
 def test_decode_legs_count_until_a_status_that_came_after_each_step() -> None:
-    it = node()
-    facts = it.registration
+    it = node(l1_tokens=8_192, reserve_tokens=4_096)
     status = node_agent_pb2.WatchStatusResponse(
         l2_total_tokens=1_000, decode_slots_free=4, decoding=2, reserved=1, decode_context_tokens=500
     )
     it.take_status(status)
 
     def known() -> tuple[float, ...]:
-        assert it.decode_memory_tokens == facts.l1_tokens - facts.max_context_tokens - it.decode_context_tokens
-        return it.slots_free, it.decoding, it.decode_context_tokens, it.room_tokens
+        return it.slots_free, it.decoding, it.decode_context_tokens, it.decode_memory_tokens, it.room_tokens
 
-    without = known()
-    assert without == (4, 3, 500, 1_000)
+    assert known() == (4, 3, 500, 3_596, 1_000)
     leg = it.decode_arriving["leg"] = DecodeArriving(context_tokens=200, stored_tokens=160)
-    assert known() == (3, 4, 700, 840)
+    assert known() == (3, 4, 700, 3_396, 840)
     leg.reserved = True
-    assert known() == (3, 4, 700, 840), "as long as the node's status doesn't say so"
+    assert known() == (3, 4, 700, 3_396, 840), "as long as the node's status doesn't say so"
+    status.MergeFrom(node_agent_pb2.WatchStatusResponse(decode_slots_free=3, reserved=2, decode_context_tokens=700))
     it.take_status(status)
-    assert known() == (4, 3, 700, 840), "its slot is in the status, its KV is not here yet"
+    assert known() == (3, 4, 700, 3_396, 840), "its slot and context are in the status, its KV is not here yet"
     leg.started = True
-    assert known() == (4, 3, 700, 840)
+    assert known() == (3, 4, 700, 3_396, 840)
     it.take_status(status)
-    assert known() == without
+    assert known() == (3, 4, 700, 3_396, 1_000)
+
+
+def test_an_idle_node_has_memory_for_the_longest_prompt_however_long_a_context_its_model_takes() -> None:
+    """The facts of an SGLang node of 8,192 tokens: half of them are kept for prefill: a longest prompt, rounded."""
+    config = SglangConfig("/model", l1_tokens=8_192)
+    for max_context_tokens in (8_192, 131_072):
+        it = node(
+            l1_tokens=8_192,
+            reserve_tokens=config.reserve_tokens,
+            max_prompt_tokens=config.prompt_limit_tokens,
+            max_context_tokens=max_context_tokens,
+        )
+        assert it.decode_memory_tokens == 4_096 > it.registration.max_prompt_tokens
+        it.take_status(node_agent_pb2.WatchStatusResponse(decoding=3, decode_context_tokens=6_000))
+        assert it.decode_memory_tokens == -1_904, "some of them wait for memory"
 
 
 def test_room_is_never_negative_and_endless_without_host_memory() -> None:

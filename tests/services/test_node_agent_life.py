@@ -51,6 +51,7 @@ async def test_ready_with_an_engine_and_a_registration(etcd: Etcd) -> None:
         assert registration.address == node.service.address
         assert registration.kv_format == node.engine.config.kv_format
         assert registration.block_tokens == 16
+        assert (registration.l1_tokens, registration.reserve_tokens) == (4096, 2048)
         status = await node.status(lambda status: status.ready)
         assert status.incarnation == registration.incarnation
         assert (status.l1_total_tokens, status.decode_slots_free) == (registration.l1_tokens, registration.decode_slots)

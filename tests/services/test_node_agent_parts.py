@@ -61,7 +61,7 @@ def test_output_blocks_are_complete_when_their_kv_is(prompt: int, pieces: list[i
 @given(st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.integers(0, 60), st.integers(1, 30)), max_size=8))
 def test_a_leg_knows_its_own_blocks_whatever_its_branch_sent_before(legs: list[tuple[str, int, int]]) -> None:
     """A prompt goes on from what its branch sent before, leaves it midway, or belongs to no branch."""
-    info = EngineInfo("1", "m", "m/f32", 4, 1000, 1024, 2048, 4096, 8192, 8, 128, 64, "n:1", "n:2", 1)
+    info = EngineInfo("1", "m", "m/f32", 4, 1000, 1024, 2048, 4096, 2048, 8192, 8, 128, 64, "n:1", "n:2", 1)
     contexts = Contexts(2_000)  # of few legs
     last: dict[str, list[int]] = {}
     for branch_id, kept, added in legs:

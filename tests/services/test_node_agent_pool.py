@@ -20,7 +20,7 @@ from evolving_node_agent.fetch_rate import FetchRate
 from evolving_node_agent.node import Node
 from evolving_node_agent.waits import LegSize
 
-INFO = EngineInfo("1", "m", "m/f32", 16, 1000, 1024, 2048, 4096, 8192, 8, 128, 64, "n:1", "n:2", 1)
+INFO = EngineInfo("1", "m", "m/f32", 16, 1000, 1024, 2048, 4096, 2048, 8192, 8, 128, 64, "n:1", "n:2", 1)
 
 
 class ScriptedEngine:
@@ -43,7 +43,7 @@ class ScriptedEngine:
 
 def node_of(engine: ScriptedEngine, metrics: Metrics | None = None) -> Node:
     """A node whose engine is up."""
-    prefill, decode = PrefillCoefficients(0.01, 1e-4, 0.0), DecodeCoefficients(0.01, 0.0, 0.001)
+    prefill, decode = PrefillCoefficients(0.01, 1e-4, 0.0), DecodeCoefficients(0.01, 0.0, 0.001, 1e-6)
     node = Node("n", cast("Engine", engine), prefill, decode, SystemClock(), metrics or Metrics())
     node.engine_up(INFO)
     return node
@@ -72,6 +72,21 @@ async def test_the_status_tells_of_the_pool() -> None:
         node.engine_up(INFO)
         again = await said(engine, node, fetched_tokens=32, fetch_busy_s=0.5)
         assert 64 < again.fetch_tokens_per_s < 128, "the next life counts from 0"
+    finally:
+        following.cancel()
+
+
+async def test_contexts_that_reserved_are_told_with_those_that_decode_and_lengthen_no_wait() -> None:
+    engine = ScriptedEngine()
+    node = node_of(engine)
+    following = asyncio.create_task(node.follow_engine())
+    try:
+        prefilling = {"prefilling": {"leg": 100}, "decoding": 2, "decode_context_tokens": 500}
+        node.running["leg"] = LegSize(100, 0)
+        batch = await said(engine, node, **prefilling)
+        both = await said(engine, node, **prefilling, reserved=1, reserved_context_tokens=300)
+        assert (both.decoding, both.reserved, both.decode_context_tokens) == (2, 1, 800)
+        assert both.wait_s == batch.wait_s > 0
     finally:
         following.cancel()
 

@@ -93,24 +93,23 @@ class Node:
     @property
     def slots_free(self) -> int:
         """Decode slots left, legs on their way there taken off."""
-        return max(0, self.status.decode_slots_free - self._without_slot)
+        return max(0, self.status.decode_slots_free - len(self._without_slot))
 
     @property
     def decoding(self) -> int:
         """B, legs that will be in the batch in a moment included."""
-        return self.status.decoding + self.status.reserved + self._without_slot
+        return self.status.decoding + self.status.reserved + len(self._without_slot)
 
     @property
     def decode_context_tokens(self) -> int:
-        """Summed over the batch, this gateway's legs on their way there included."""
-        return self.status.decode_context_tokens + sum(leg.context_tokens for leg in self.decode_arriving.values())
+        """Summed over these B."""
+        return self.status.decode_context_tokens + sum(leg.context_tokens for leg in self._without_slot)
 
     @property
     def decode_memory_tokens(self) -> int:
-        """Device memory that decodes leave to another one; below 0 where some wait for it. One context's worth is left
-        to prefill."""
+        """Device memory that decodes leave to another one, prefill's not counted; below 0 where some wait for it."""
         facts = self.registration
-        return facts.l1_tokens - facts.max_context_tokens - self.decode_context_tokens
+        return facts.l1_tokens - facts.reserve_tokens - self.decode_context_tokens
 
     @property
     def unacknowledged(self) -> tuple[PrefillWork, ...]:
@@ -135,8 +134,8 @@ class Node:
         return max(0, free - status.queued_tokens - arriving - decode_arriving)
 
     @property
-    def _without_slot(self) -> int:
-        return sum(not leg.has_slot for leg in self.decode_arriving.values())
+    def _without_slot(self) -> list[DecodeArriving]:
+        return [leg for leg in self.decode_arriving.values() if not leg.has_slot]
 
     def take_status(self, status: node_agent_pb2.WatchStatusResponse) -> None:
         """A new status: it covers the legs acknowledged, the slots reserved and the decodes started before it."""

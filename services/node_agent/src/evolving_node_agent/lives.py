@@ -96,6 +96,7 @@ class EngineLives:
             max_prompt_tokens=info.max_prompt_tokens,
             max_context_tokens=info.max_context_tokens,
             l1_tokens=info.l1_tokens,
+            reserve_tokens=info.reserve_tokens,
             l2_tokens=info.l2_tokens,
             decode_slots=info.decode_slots,
             chunk_tokens=info.chunk_tokens,

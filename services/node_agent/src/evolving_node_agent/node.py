@@ -179,7 +179,7 @@ class Node:
                 prefilling_legs=len(status.prefilling),
                 holding_legs=status.holding,
                 decoding=status.decoding,
-                decode_context_tokens=status.decode_context_tokens,
+                decode_context_tokens=status.decode_context_tokens + status.reserved_context_tokens,
                 reserved=status.reserved,
                 decode_slots_free=max(0, info.decode_slots - status.decoding - status.reserved),
                 l1_used_tokens=status.l1_used_tokens,

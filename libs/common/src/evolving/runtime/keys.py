@@ -100,6 +100,7 @@ class NodeRegistration:
     max_prompt_tokens: _Positive
     max_context_tokens: _Positive
     l1_tokens: _Count
+    reserve_tokens: _Count  # of l1_tokens, what decodes leave to prefill
     l2_tokens: _Count
     decode_slots: _Positive
     chunk_tokens: _Positive

@@ -218,6 +218,7 @@ class EngineInfo:
     max_prompt_tokens: int  # a longer prompt is refused (the prefill reserve must hold one)
     max_context_tokens: int
     l1_tokens: int
+    reserve_tokens: int  # of l1_tokens, what decodes leave to prefill, and prefills to decode
     l2_tokens: int
     decode_slots: int  # most requests decoded at once
     chunk_tokens: int
@@ -239,6 +240,7 @@ class EngineStatus:
     decoding: int = 0  # B
     decode_context_tokens: int = 0  # sum of context over the running batch
     reserved: int = 0  # decode legs that reserved and have not started
+    reserved_context_tokens: int = 0  # sum of context over those
     l1_used_tokens: int = 0
     l2_used_tokens: int = 0
     iterations: int = 0  # all iterations since start

@@ -69,7 +69,7 @@ class MockConfig:
         for name in ("speed_up", "transfer_bytes_per_s", "fetch_bytes_per_s", "stalled_transport_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if not 1 <= self.max_prompt_tokens < self.max_context_tokens or 2 * self._context_room > self.l1_tokens:
+        if not 1 <= self.max_prompt_tokens < self.max_context_tokens or 2 * self.reserve_tokens > self.l1_tokens:
             raise ValueError(
                 "need 1 <= max_prompt_tokens < max_context_tokens, and twice max_context_tokens within l1_tokens, so "
                 "that one prefill and one decode always fit: got "
@@ -83,7 +83,8 @@ class MockConfig:
         return -(-tokens // self.block_tokens)
 
     @property
-    def _context_room(self) -> int:
+    def reserve_tokens(self) -> int:
+        """L1 that legs of either kind leave alone: one context's worth."""
         return self.pages(self.max_context_tokens) * self.block_tokens
 
     @property

@@ -51,7 +51,7 @@ class ContextKv:
         pool, config = self._cache.pool, self._config
         in_l1 = pool.matched(self.names, reusable_blocks, Tier.L1)
         unused, unused_by_kind = pool.unused(self.names, in_l1, self._use)
-        share = pool.capacity(Tier.L1) - config.pages(config.max_context_tokens)
+        share = pool.capacity(Tier.L1) - config.pages(config.reserve_tokens)
         missing = pages - in_l1
         return pool.room - unused >= missing and pool.used_by(self._use) + unused_by_kind + missing <= share
 

@@ -128,6 +128,7 @@ class MockEngine:
             max_prompt_tokens=config.max_prompt_tokens,
             max_context_tokens=config.max_context_tokens,
             l1_tokens=config.l1_tokens,
+            reserve_tokens=config.reserve_tokens,
             l2_tokens=config.l2_tokens,
             decode_slots=config.decode_slots,
             chunk_tokens=config.chunk_tokens,

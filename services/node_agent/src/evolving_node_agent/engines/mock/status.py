@@ -40,6 +40,7 @@ def engine_status(
         else:
             decodes.append(leg)
     batch = [leg for leg in decodes if leg.stage is DecodeStage.RUNNING]
+    reserved = [leg for leg in decodes if leg.stage is DecodeStage.PULLING]
     waiting = [(leg, *_here_and_coming(pool, leg)) for leg in queue]
     return EngineStatus(
         queued={leg.job.leg_id: len(leg.job.tokens) - here * size for leg, here, _ in waiting},
@@ -47,7 +48,8 @@ def engine_status(
         holding=sum(leg.stage is PrefillStage.HOLDING for leg in prefills),
         decoding=len(batch),
         decode_context_tokens=sum(leg.context_tokens for leg in batch),
-        reserved=sum(leg.stage is DecodeStage.PULLING for leg in decodes),
+        reserved=len(reserved),
+        reserved_context_tokens=sum(leg.context_tokens for leg in reserved),
         l1_used_tokens=pool.used(Tier.L1) * size,
         l2_used_tokens=pool.used(Tier.L2) * size,
         iterations=progress.iterations,

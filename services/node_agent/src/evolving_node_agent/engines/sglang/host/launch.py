@@ -117,6 +117,7 @@ def engine_info(scheduler: Any, config: SglangConfig, incarnation: str) -> Engin
         max_prompt_tokens=min(config.prompt_limit_tokens, int(scheduler.max_req_len) - 2),
         max_context_tokens=int(scheduler.model_config.context_len),
         l1_tokens=int(scheduler.max_total_num_tokens),
+        reserve_tokens=config.reserve_tokens,
         l2_tokens=config.l2_tokens,
         decode_slots=config.decode_slots,
         chunk_tokens=config.chunk_tokens,

@@ -55,6 +55,7 @@ class StatusBoard:
         by_phase: dict[Phase, list[Any]] = {phase: [] for phase in Phase}
         for leg in desk.prefills.values():
             by_phase[leg.phase].append(leg)
+        reserved = [leg for leg in desk.decodes.values() if not leg.running]
         queued = {leg.leg_id: len(leg.tokens) - leg.known_cached_tokens for leg in by_phase[Phase.QUEUED]}
         return EngineStatus(
             queued=queued,
@@ -64,7 +65,8 @@ class StatusBoard:
             holding=len(by_phase[Phase.HOLDING]),
             decoding=sum(isinstance(request.leg, DecodeLeg) for request in running),
             decode_context_tokens=sum(request.seqlen for request in running),
-            reserved=sum(not leg.running for leg in desk.decodes.values()),
+            reserved=len(reserved),
+            reserved_context_tokens=sum(len(leg.tokens) for leg in reserved),
             l1_used_tokens=scheduler.max_total_num_tokens - scheduler.token_to_kv_pool_allocator.available_size(),
             l2_used_tokens=desk.blocks.pages.used_host_tokens(),
             iterations=scheduler.forward_ct,
