@@ -13,7 +13,8 @@ from core.served import TENANT, Cluster
 from evolving.core.config import DecodeToPrefill, DirectoryConfig
 from evolving.core.directory import Directory
 from evolving.core.directory_log import LogEntry
-from evolving.core.directory_types import Begin, BeginKind, CountUpdate, Landed, Loss, Output, Stored
+from evolving.core.directory_types import Begin, BeginKind, CountUpdate, Effect, Landed, Loss, Output, Stored
+from evolving.core.errors import NeedFull
 from evolving.core.terms import Phase, Role, Tier
 
 NODES = ("n0", "n1", "n2")
@@ -155,6 +156,31 @@ def test_a_turn_of_many_branches_is_taken_in_parts() -> None:
     assert len(updates) > 10
     assert max(updates) < 20
     assert cluster.phase_counts("sys7out") == [(50, 0)] * 3 + [(1, 0)] * 4
+
+
+def test_what_a_refused_request_made_its_branch_take_is_told_before_what_comes_later() -> None:
+    """A node goes by what it hears last, so that may not be the older."""
+    cluster = Cluster("d1", "d2", config=DirectoryConfig(sweep_runs_per_tick=1))
+    cluster.serve("agent", "r1", "sys", p="d1", d="d1")
+    for number in range(50):
+        cluster.serve(f"b{number}", "r1", f"other{number}", p="d1", d="d1")
+    told: list[CountUpdate] = []
+
+    def hear(effects: list[Effect]) -> None:
+        told.extend(
+            each for each in effects if isinstance(each, CountUpdate) and each.names == b"".join(chain([], "sys"))
+        )
+
+    hear(cluster.switch("d1", Role.DECODE, Role.PREFILL))
+    with pytest.raises(NeedFull):
+        cluster.directory.begin(0.0, Begin(TENANT, "agent", "r2", base_blocks=2, base_name=bytes(16)))
+    hear(cluster.store("d2", "sys"))
+    hear(cluster.evict("d2", "sys"))
+    assert [(each.node_id, each.elsewhere) for each in told[-2:]] == [("d1", True), ("d1", False)]
+    hear(cluster.end("agent"))
+    while (wakeup_s := cluster.directory.next_wakeup_s()) is not None and wakeup_s <= cluster.now_s:
+        hear(cluster.directory.tick(cluster.now_s))
+    assert told[-1].count == 0
 
 
 # -------------------------------------------------------------------------------------------------------- what was lost

@@ -42,6 +42,7 @@ from evolving.core import (
     directory_replay,
     directory_requests,
     directory_snapshot,
+    directory_turns,
     directory_views,
 )
 from evolving.core.config import DirectoryConfig
@@ -84,6 +85,10 @@ class Directory:
     def __init__(self, config: DirectoryConfig | None = None) -> None:
         self._state = DirectoryState.new(config or DirectoryConfig())
 
+    def _in_order(self, effects: list[Effect]) -> list[Effect]:
+        """What turns left to be told comes first: an event that was refused, or ignored, told nobody of it."""
+        return directory_turns.flush(self._state, effects)
+
     # ------------------------------------------------------------------------------------------------------- requests
 
     def begin(self, now_s: float, event: Begin) -> tuple[BeginAnswer, list[Effect]]:
@@ -92,7 +97,8 @@ class Directory:
         Cost grows with the new blocks and with the runs on the context's path, not with its blocks.
         Raises BranchEnded, StaleVersion, NeedFull, RequestConflict, InvalidArgument; then nothing changed.
         """
-        return directory_begin.begin(self._state, self._state.advance(now_s), event)
+        answer, effects = directory_begin.begin(self._state, self._state.advance(now_s), event)
+        return answer, self._in_order(effects)
 
     def rematch(self, now_s: float, event: Begin) -> Match:
         """Where the blocks of a running request are now, its output so far among them, for a request that lost its
@@ -108,23 +114,25 @@ class Directory:
     def landed(self, now_s: float, event: Landed) -> list[Effect]:
         """Set the home of a run in a phase. Raises InvalidArgument; an unknown node, branch, request or an old version
         is ignored."""
-        return directory_requests.landed(self._state, self._state.advance(now_s), event)
+        return self._in_order(directory_requests.landed(self._state, self._state.advance(now_s), event))
 
     def output(self, now_s: float, event: Output) -> list[Effect]:
         """Append completed output blocks to the context, provisionally. Ignored like Landed; also when it leaves a gap
         or disagrees with blocks already there. Raises InvalidArgument."""
-        return directory_requests.output(self._state, self._state.advance(now_s), event)
+        return self._in_order(directory_requests.output(self._state, self._state.advance(now_s), event))
 
     def request_done(self, now_s: float, tenant: str, branch_id: str, request_id: str) -> list[Effect]:
         """A request is over, whatever its outcome; ends the branch when its Begin said end_after. Repeats and unknown
         requests are ignored."""
         now_s = self._state.advance(now_s)
-        return directory_requests.request_done(self._state, now_s, tenant, branch_id, request_id)
+        return self._in_order(directory_requests.request_done(self._state, now_s, tenant, branch_id, request_id))
 
     def end(self, now_s: float, tenant: str, branch_ids: Sequence[str], subtree: bool = False) -> list[Effect]:
         """End branches, with `subtree` all their live descendants too. Unknown and ended ones are no-ops. Running
         requests are not cancelled; what they report later is ignored."""
-        return directory_requests.end(self._state, self._state.advance(now_s), tenant, branch_ids, subtree)
+        return self._in_order(
+            directory_requests.end(self._state, self._state.advance(now_s), tenant, branch_ids, subtree)
+        )
 
     # ---------------------------------------------------------------------------------------------------------- nodes
 
@@ -133,12 +141,12 @@ class Directory:
         already known nothing changes. `next_sequence`: the next batch it will send, where it says so; when batches
         before it are missing here, or a resync was under way, yields NeedResync. Raises InvalidArgument."""
         self._state.advance(now_s)
-        return directory_nodes.node_up(self._state, node_id, incarnation, next_sequence)
+        return self._in_order(directory_nodes.node_up(self._state, node_id, incarnation, next_sequence))
 
     def node_gone(self, now_s: float, node_id: str) -> list[Effect]:
         """A node is gone for good: its homes and copies vanish. Unknown: no-op."""
         self._state.advance(now_s)
-        return directory_nodes.node_gone(self._state, node_id)
+        return self._in_order(directory_nodes.node_gone(self._state, node_id))
 
     def node_events(
         self, now_s: float, node_id: str, incarnation: str, sequence: int, events: Sequence[NodeEvent]
@@ -149,7 +157,7 @@ class Directory:
         ignored until the resync. Raises UnknownNode, StaleIncarnation, InvalidArgument.
         """
         self._state.advance(now_s)
-        return directory_nodes.node_events(self._state, node_id, incarnation, sequence, events)
+        return self._in_order(directory_nodes.node_events(self._state, node_id, incarnation, sequence, events))
 
     def clear_in_parts(
         self, now_s: float, node_id: str, incarnation: str, sequence: int, events: Sequence[NodeEvent]
@@ -157,22 +165,23 @@ class Directory:
         """What a batch is going to clear, cleared part by part before it is taken, so that no other event waits for all
         of it. Nothing, unless the batch is the node's next one. Raises UnknownNode, StaleIncarnation."""
         self._state.advance(now_s)
-        return directory_nodes.clear_in_parts(self._state, node_id, incarnation, sequence, events)
+        parts = directory_nodes.clear_in_parts(self._state, node_id, incarnation, sequence, events)
+        return (self._in_order(effects) for effects in parts)
 
     def resync_begin(self, now_s: float, node_id: str, incarnation: str) -> list[Effect]:
         """A snapshot follows: the node holds nothing until told. Raises UnknownNode, StaleIncarnation."""
         self._state.advance(now_s)
-        return directory_nodes.resync_begin(self._state, node_id, incarnation)
+        return self._in_order(directory_nodes.resync_begin(self._state, node_id, incarnation))
 
     def resync_events(self, now_s: float, node_id: str, incarnation: str, events: Sequence[NodeEvent]) -> list[Effect]:
         """Part of a snapshot, parents before children. An unknown parent is InvalidArgument. Raises as node_events."""
         self._state.advance(now_s)
-        return directory_nodes.resync_events(self._state, node_id, incarnation, events)
+        return self._in_order(directory_nodes.resync_events(self._state, node_id, incarnation, events))
 
     def resync_end(self, now_s: float, node_id: str, incarnation: str, sequence: int) -> list[Effect]:
         """The snapshot is complete and covers everything up to batch `sequence`; the next batch is sequence + 1."""
         self._state.advance(now_s)
-        return directory_nodes.resync_end(self._state, node_id, incarnation, sequence)
+        return self._in_order(directory_nodes.resync_end(self._state, node_id, incarnation, sequence))
 
     def role_switch(self, now_s: float, node_id: str, old: Role, new: Role) -> list[Effect]:
         """A node's role changed. Only DECODE→PREFILL does anything (§4.1; DirectoryConfig.decode_to_prefill):
@@ -181,13 +190,14 @@ class Directory:
         node's DECODE homes go. RESET: all homes and copies of the node go. Raises UnknownNode.
         """
         self._state.advance(now_s)
-        return directory_nodes.role_switch(self._state, node_id, old, new)
+        return self._in_order(directory_nodes.role_switch(self._state, node_id, old, new))
 
     # ----------------------------------------------------------------------------------------------------------- time
 
     def tick(self, now_s: float) -> list[Effect]:
         """Let time pass: end idle branches, give up silent requests, forget tombstones, sweep copies of lost nodes."""
-        return directory_requests.tick(self._state, self._state.advance(now_s))
+        earlier = self._in_order([])
+        return earlier + directory_requests.tick(self._state, self._state.advance(now_s))
 
     def next_wakeup_s(self) -> float | None:
         """When `tick` has something to do next; None: never, as things stand."""

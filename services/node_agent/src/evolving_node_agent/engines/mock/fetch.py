@@ -111,7 +111,9 @@ def _store(life: Life, leg: PrefillLeg, first: int, blocks: int, data: Sequence[
         life.reads.blocks_fetched += reached - first
         life.keeping.keep(leg, reached)
         life.publish()
-    return reached < first or reached == first + blocks  # where those before have left, they are read again
+    if reached < first:
+        return life.cache.pool.held(names, first) < first  # those before have left, and are read again
+    return reached == first + blocks
 
 
 async def serve_reads(life: Life, connection: Connection, read: Read) -> None:
