@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evolving.core.holders import HeldRun, HolderHint, fetchable_blocks, holder_hints, spare_share
+from evolving.core.holders import HINTS_MAX, HeldRun, HolderHint, fetchable_blocks, holder_hints, spare_share
 
 LIVE = {"a": 0.0, "b": 1.0, "c": 2.0}
 
@@ -23,6 +23,14 @@ def test_hints_stop_at_the_first_block_nobody_else_holds() -> None:
     runs = [HeldRun(0, 4, ("a",)), HeldRun(4, 2, ("t",)), HeldRun(6, 2, ("a",))]
     assert holder_hints(runs, "t", 0, 8, LIVE) == (HolderHint("a", 0, 4),)
     assert holder_hints([HeldRun(0, 4, ("dead",))], "t", 0, 4, LIVE) == ()
+
+
+def test_hints_are_few_and_of_what_is_lacked_first() -> None:
+    runs = [HeldRun(at, 1, ("ab"[at % 2],)) for at in range(2 * HINTS_MAX)]
+    blocks = {hint.first_block for hint in holder_hints(runs, "t", HINTS_MAX + 200, 2 * HINTS_MAX, LIVE)}
+    assert len(blocks) == HINTS_MAX
+    assert blocks >= set(range(HINTS_MAX + 200, 2 * HINTS_MAX))
+    assert len(holder_hints(runs, "t", 0, 2 * HINTS_MAX, LIVE)) == HINTS_MAX
 
 
 @given(
