@@ -10,7 +10,7 @@ A context is given as the names of its blocks from the first one on, and how man
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from evolving.core.config import EvictionPolicy
 from evolving.core.eviction import EvictionOrder
@@ -194,8 +194,10 @@ class NodePool:
             if run is not None and run.need != need:
                 changed[run] = None
         ends = [run.names[-1] for run in changed]
+        renewed: list[Run] = []
         for run in changed:
-            self._renew(run)
+            self._renew(run, renewed)
+        self._offer_all(renewed)
         for name in ends:
             self._tree.merge_path(self._tree.get(name))
 
@@ -257,11 +259,13 @@ class NodePool:
     def _offer(self, run: Run) -> None:
         self._order.offer(run)
 
-    def _offer_below(self, run: Run) -> None:
-        """Of the ends below a run, those that go by what lies above them."""
-        for child in run.children:
-            at: Run | None = child
-            while at is not None:
+    def _offer_all(self, runs: Iterable[Run]) -> None:
+        """Offer runs, and below each those that go by what lies above them, once each."""
+        offered: set[Run] = set()
+        for run in runs:
+            at: Run | None = run
+            while at is not None and at not in offered:
+                offered.add(at)
                 self._offer(at)
                 at = next(iter(at.children)) if len(at.children) == 1 else None
 
@@ -296,9 +300,11 @@ class NodePool:
             run = self._tree.add(above, new)
             self._enter(run, tier)
             if above is not None and len(above.children) == 2:
-                self._offer_below(above)
+                self._offer_all(above.children)
             if not self._needs.keys().isdisjoint(new):
-                self._renew(run)
+                renewed: list[Run] = []
+                self._renew(run, renewed)
+                self._offer_all(renewed)
 
     def _enter(self, run: Run, tier: Tier) -> None:
         run.tiers |= tier
@@ -326,7 +332,7 @@ class NodePool:
         if not run.tiers:
             self._tree.remove(run)
             if parent is not None and len(parent.children) == 1:
-                self._offer_below(parent)
+                self._offer_all(parent.children)
         if parent is not None:
             parent.below[tier] -= 1
             self._offer(parent)
@@ -360,8 +366,8 @@ class NodePool:
         for run in shortened:
             self._tree.merge_around(run)
 
-    def _renew(self, run: Run) -> None:
-        """Bring a run's blocks to their needs, cutting it where these differ."""
+    def _renew(self, run: Run, renewed: list[Run]) -> None:
+        """Bring a run's blocks to their needs, cutting it where these differ; adds the parts to `renewed`."""
         needs = [self._needs.get(name, 0) for name in run.names]
         at: Run | None = run
         end = len(needs)
@@ -373,6 +379,7 @@ class NodePool:
             if first > 0:
                 before, at = self._tree.split(at, first)
             self._set_need(at, needs[end - 1])
+            renewed.append(at)
             at, end = before, first
 
     def _set_need(self, run: Run, need: int) -> None:
@@ -381,9 +388,6 @@ class NodePool:
         run.need = need
         before = run.effective
         run.effective = max([need, *(child.effective for child in run.children)])
-        self._offer(run)
-        if len(run.children) == 1:
-            self._offer_below(run)
         if run.effective != before:
             self._settle(run.parent, before, run.effective)
 
