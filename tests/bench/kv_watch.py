@@ -69,10 +69,13 @@ def resident_bytes(pid: int) -> int:
 
 
 def growth(samples: list[tuple[float, int]]) -> dict[str, Any]:
-    """Samples of (second, resident bytes): some of them, and what the last quarter of the time added."""
-    quarter_s = samples[-1][0] * 0.75
-    before = [resident for at_s, resident in samples if at_s <= quarter_s][-1]
-    growth = max(resident for at_s, resident in samples if at_s >= quarter_s) - before
+    """Samples of (second, resident bytes): some of them, and what the last quarter of the time added.
+
+    That is from the third quarter's peak to its own: a process that passes prompts on goes up and down with them.
+    """
+    half_s, last_s = samples[-1][0] * 0.5, samples[-1][0] * 0.75
+    before = max(resident for at_s, resident in samples if half_s <= at_s <= last_s)
+    growth = max(resident for at_s, resident in samples if at_s >= last_s) - before
     kept = samples[:: -(-len(samples) // SAMPLES_KEPT)]
     return {
         "resident_bytes": [[round(at_s, 1), resident] for at_s, resident in kept],

@@ -62,5 +62,6 @@ def test_memory_is_steady_when_its_last_quarter_adds_little() -> None:
     rising = [(float(at), 100 * mebibyte + at * mebibyte) for at in range(100)]
     late = [*((float(at), 100 * mebibyte) for at in range(100)), (100.0, 120 * mebibyte)]
     early = [(float(at), min(at, 50) * 10 * mebibyte) for at in range(100)]
+    sawtooth = [(float(at), (100 + at % 10 * 5) * mebibyte) for at in range(100)]
     assert growth(rising)["last_quarter_growth_bytes"] == 25 * mebibyte
-    assert [growth(each)["steady"] for each in (rising, late, early)] == [False, False, True]
+    assert [growth(each)["steady"] for each in (rising, late, early, sawtooth)] == [False, False, True, True]
