@@ -22,7 +22,7 @@ from evolving_node_agent.waits import LegSize, RestoredShare, new_tokens_per_ite
 
 PUSH_MIN_S = 0.05  # between two pushes to one watcher
 PUSH_MAX_S = 1.0  # without a change
-_CONTEXTS_BYTES = 48 << 20  # of branches' last contexts: some hundred of 100,000 tokens
+_CONTEXTS_BYTES = 24 << 20  # of branches' last contexts: some fifty of 100,000 tokens
 
 
 class Node:
