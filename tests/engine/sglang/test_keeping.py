@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,10 +38,17 @@ class Block:
 
     backuped = True
 
-    def __init__(self, number: int, parent: Block | None, key: tuple[int, ...], slots: torch.Tensor) -> None:
-        self.id, self.parent, self.key, self.slots = number, parent, key, slots
+    def __init__(
+        self, number: int, parent: Block | None, key: tuple[int, ...], slots: torch.Tensor, cost: Counter[str]
+    ) -> None:
+        self.id, self._parent, self.key, self.slots, self._cost = number, parent, key, slots, cost
         self.children: dict[tuple[int, ...], Block] = {}
         self.locks = 0
+
+    @property
+    def parent(self) -> Block | None:
+        self._cost["steps"] += 1
+        return self._parent
 
 
 class Store:
@@ -48,7 +57,9 @@ class Store:
     checksums = SimpleNamespace(enabled=False, put=lambda pages, sums: None)
 
     def __init__(self) -> None:
-        self.root = Block(0, None, (), torch.arange(0))
+        self.cost = Counter[str]()  # of what was asked: matches of a prompt, steps from a node to its parent
+        self.matched = Counter[int]()  # by the token that a prompt ends with
+        self.root = Block(0, None, (), torch.arange(0), self.cost)
         self.pages = self.tree_core = self
         self.layout = LAYOUT
         self.blocks = {0: self.root}
@@ -90,6 +101,8 @@ class Store:
     # -- as others know it
 
     def match(self, tokens: TokenIds, root: bytes) -> Any:
+        self.cost["matches"] += 1
+        self.matched[int(tokens[-1])] += 1
         path = self.path(tokens)
         last = path[-1].id if path else 0
         return SimpleNamespace(device_prefix_len=0, host_hit_length=len(path) * BLOCK, best_match_node=last)
@@ -107,7 +120,7 @@ class Store:
             start = (first_block + index) * BLOCK
             key = tuple(tokens[start : start + BLOCK].tolist())
             own = slots[index * BLOCK : (index + 1) * BLOCK]
-            child = node.children[key] = Block(next(self._numbers), node, key, own)
+            child = node.children[key] = Block(next(self._numbers), node, key, own, self.cost)
             self.blocks[child.id] = node = child
         return len(slots)
 
@@ -250,10 +263,12 @@ class Engine(Landing):
         assert not self.legs or self.legs[self.first()].done()
         assert all(self.whole(leg) for leg, task in self.legs.items() if task.done())
 
-    def check_nothing_stays(self) -> None:
-        """Without legs all memory is plain cache."""
+    async def check_nothing_stays(self) -> None:
+        """Without legs all memory is plain cache, as soon as no read is under way."""
+        async with asyncio.timeout(30):
+            while self.keeping.blocks_coming:
+                await asyncio.sleep(0)
         assert not any(node.locks for node in self.store.blocks.values())
-        assert self.keeping.blocks_coming == 0
         assert len(self.store.free) + len(self.store.blocks) - 1 == L2
 
 
@@ -291,7 +306,7 @@ def test_what_is_read_stays_until_its_leg_is_taken_and_is_read_once(actions: lis
                 runnable = [leg for leg, task in engine.legs.items() if task.done()]
                 await engine.leave(runnable[number % len(runnable)])
         assert not engine.legs
-        engine.check_nothing_stays()
+        await engine.check_nothing_stays()
         came = [sum(end - start for start, end in leg.fetch.spans) for leg in seen]
         assert engine.fetched_tokens == sum(came)
         assert all(tokens <= len(leg.tokens) - 1 for leg, tokens in zip(seen, came, strict=True))
@@ -319,7 +334,7 @@ async def test_a_fetch_beyond_the_bounds_waits_and_goes_on_where_it_was() -> Non
     assert engine.fetched_tokens == 4 * 12 * BLOCK
     for leg in (legs[0], legs[3]):
         await engine.leave(leg)
-    engine.check_nothing_stays()
+    await engine.check_nothing_stays()
 
 
 async def test_blocks_that_found_no_room_are_kept_once_there_is_some() -> None:
@@ -335,7 +350,7 @@ async def test_blocks_that_found_no_room_are_kept_once_there_is_some() -> None:
     assert [engine.whole(leg) for leg in legs] == [False, True, True, False], "the first in rank goes first"
     for leg in legs[1:]:
         await engine.leave(leg)
-    engine.check_nothing_stays()
+    await engine.check_nothing_stays()
 
 
 async def test_own_blocks_that_left_for_want_of_room_are_read_as_well() -> None:
@@ -352,7 +367,7 @@ async def test_own_blocks_that_left_for_want_of_room_are_read_as_well() -> None:
     assert engine.fetched_tokens == (12 + 12 + 16) * BLOCK
     for leg in (second, third):
         await engine.leave(leg)
-    engine.check_nothing_stays()
+    await engine.check_nothing_stays()
 
 
 async def test_room_goes_by_rank() -> None:
@@ -371,7 +386,7 @@ async def test_room_goes_by_rank() -> None:
     assert not engine.whole(behind)
     for leg in (second, fetching, behind):
         await engine.leave(leg)
-    engine.check_nothing_stays()
+    await engine.check_nothing_stays()
 
 
 async def test_what_is_kept_for_several_legs_counts_once() -> None:
@@ -383,7 +398,7 @@ async def test_what_is_kept_for_several_legs_counts_once() -> None:
     assert engine.fetched_tokens == engine.store.locked() * BLOCK == KEPT * BLOCK
     for leg in legs:
         await engine.leave(leg)
-    engine.check_nothing_stays()
+    await engine.check_nothing_stays()
 
 
 async def test_a_leg_that_comes_with_a_better_rank_gets_on() -> None:
@@ -403,4 +418,95 @@ async def test_a_leg_that_comes_with_a_better_rank_gets_on() -> None:
     assert engine.whole(legs[2])
     for leg in legs[1:]:
         await engine.leave(leg)
-    engine.check_nothing_stays()
+    await engine.check_nothing_stays()
+
+
+async def cost_of_a_turn(behind: int) -> tuple[Counter[str], int, int]:
+    """What it costs that a leg leaves and others read on, where so many more wait than can get room; the steps of
+    looking once more for room to give, where there is none; and the blocks kept."""
+    engine = Engine()
+    shared = engine.put(prompt(12))
+    legs = [engine.arrive(prompt(LONGEST, after=shared)) for _ in range(KEPT // CHUNK + behind)]
+    await engine.settle()
+    assert all(engine.waits(leg) for leg in legs[2:])
+    engine.store.cost.clear()
+    fetched_tokens = engine.fetched_tokens
+    await engine.leave(legs[0])
+    await engine.settle()
+    assert engine.fetched_tokens > fetched_tokens, "others got on"
+    cost = engine.store.cost.copy()
+    engine.keeping.give_up(0)
+    engine.store.cost.clear()
+    engine.keeping.give_room()
+    steps = engine.store.cost["steps"]
+    kept_blocks = engine.store.locked()
+    for leg in legs[1:]:
+        await engine.leave(leg)
+    await engine.check_nothing_stays()
+    return cost, steps, kept_blocks
+
+
+@given(behind=st.integers(1, 40))
+def test_who_waits_behind_the_first_that_finds_no_room_costs_nothing(behind: int) -> None:
+    """Prompts are long: of those that wait only the ones that get room are matched, and one more. What they keep
+    together is walked once."""
+    few, few_steps, kept_blocks = asyncio.run(cost_of_a_turn(0))
+    many, many_steps, same_blocks = asyncio.run(cost_of_a_turn(behind))
+    assert many["matches"] == few["matches"]
+    assert many_steps - few_steps <= 2 * behind, "a step or two a leg, not its whole prompt"
+    assert kept_blocks == same_blocks
+
+
+async def test_what_came_and_is_kept_is_no_room_for_others() -> None:
+    """Until something leaves nobody else's prompt is looked at again."""
+    engine = Engine()
+    legs = [engine.arrive(prompt(LONGEST)) for _ in range(3)]
+    await engine.settle()
+    assert engine.waits(legs[2])
+    engine.store.matched.clear()
+    legs.insert(0, engine.arrive(prompt(LONGEST), priority=1))
+    await engine.settle()
+    assert engine.whole(legs[0])
+    assert set(engine.store.matched) == {legs[0].tokens[-1]}
+    for leg in legs:
+        await engine.leave(leg)
+    await engine.check_nothing_stays()
+
+
+async def test_what_one_leg_got_room_for_takes_none_from_the_next_that_shares_it() -> None:
+    engine = Engine()
+    own = [engine.put(prompt(LONGEST)) for _ in range(3)]
+    legs = [engine.arrive(tokens) for tokens in (*own, own[2])]
+    shared = engine.store.path(own[2])[-1]
+    assert shared.locks == 0
+    await engine.leave(legs[0])
+    assert shared.locks == 2
+    assert engine.store.locked() == KEPT
+    for leg in legs[1:]:
+        await engine.leave(leg)
+    await engine.check_nothing_stays()
+
+
+@pytest.mark.parametrize("end", ["given up", "its leg is gone", "another's came first"])
+async def test_pages_that_are_not_kept_after_all_are_room(end: str) -> None:
+    engine = Engine()
+    gone, first = (engine.arrive(prompt(12)) for _ in range(2))
+    await engine.settle()
+    await engine.leave(gone)
+    pages = KEPT - 12
+    engine.keeping.expect(pages)
+    second = engine.arrive(prompt(4))
+    await engine.settle()
+    assert engine.waits(second)
+    if end == "given up":
+        engine.keeping.give_up(pages)
+    elif end == "its leg is gone":
+        engine.keeping.come(gone, pages, pages)
+    else:
+        engine.keeping.come(first, pages, pages - 4)
+    engine.keeping.give_room()
+    await engine.settle()
+    assert engine.whole(second)
+    for leg in (first, second):
+        await engine.leave(leg)
+    await engine.check_nothing_stays()

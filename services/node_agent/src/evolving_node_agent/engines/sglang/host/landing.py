@@ -62,7 +62,7 @@ class Landing:
 
     def release(self, slots: torch.Tensor) -> None:
         """Give back slots that no byte can arrive in any more."""
-        self._keeping.settle(len(slots) // self._block_tokens)
+        self._keeping.give_up(len(slots) // self._block_tokens)
         self._blocks.pages.free_host(slots)
 
     def insert(
@@ -74,7 +74,6 @@ class Landing:
         """
         width, blocks = self._block_tokens, len(sums)
         self._blocks.checksums.put((slots[: blocks * width : width] // width).tolist(), sums)
-        self._keeping.settle(len(slots) // width)
         self.fetched_tokens += blocks * width
         fresh, used = slots[: blocks * width], 0
         held = self._blocks.cached_tokens(leg.tokens, leg.root) // width
@@ -88,4 +87,4 @@ class Landing:
         self._blocks.pages.free_host(slots[blocks * width :])
         if used:
             leg.fetch.spans.append((held * width, (first_block + blocks) * width))
-        self._keeping.keep(leg)
+        self._keeping.come(leg, len(slots) // width, used // width)
