@@ -152,7 +152,9 @@ class Fetcher:
     async def _bring(self, fetch: _Fetch, holder: Holder, end: int) -> int:
         """Find, read and insert blocks from `fetch.first` to `end`, as many as the holder has.
 
-        How many came; all of them where that says nothing about the holder, because they are here or there is no room.
+        How many came; all of them where that says nothing about the holder, because they are here already or could not
+        be kept yet. None where there is no memory, which says nothing about it either, but nobody tells when there is
+        some: of L2, what L1 has as well and what is being written never leaves for a fetch.
         """
         try:
             async with asyncio.timeout(_CHUNK_S):
