@@ -184,6 +184,52 @@ def test_a_decode_that_comes_after_its_slice_was_forgotten_is_lost() -> None:
     assert window.slices(end_s=10, count=1, slice_s=10)[0].completions == 0
 
 
+def test_a_leg_that_comes_late_leaves_its_request_where_another_leg_completed_it() -> None:
+    window = WorkWindow(unfinished_s=100)
+    decode("a", 15, 7).add_to(window)
+    window.slices(end_s=10, count=1, slice_s=10)
+    window.forget(before_s=10)
+    for leg in (decode("a", 9, 5), prefill("a", 8)):
+        leg.add_to(window)
+    (found,) = window.slices(end_s=20, count=1, slice_s=10)
+    assert (found.completions, found.without_prefill) == (1, 0)
+    assert found.work is not None
+    assert found.work.decode_iterations == 12
+    window.forget(before_s=1000)
+    assert (window.late_samples, window.lost_requests) == (0, 0)
+
+
+def test_a_leg_that_comes_late_and_first_is_taken_for_its_request_s_last() -> None:
+    window = WorkWindow(unfinished_s=100)
+    prefill("a", 8).add_to(window)
+    window.forget(before_s=10)
+    decode("a", 9, 5).add_to(window)
+    assert window.lost_requests == 1
+    for leg in (prefill("a", 12), decode("a", 15, 7)):
+        leg.add_to(window)
+    (found,) = window.slices(end_s=20, count=1, slice_s=10)
+    assert (found.completions, found.without_prefill) == (1, 0)
+    assert found.work is not None
+    assert found.work.decode_iterations == 7
+    window.forget(before_s=1000)
+    assert window.lost_requests == 1
+
+
+@pytest.mark.parametrize("forgotten", ["before both", "between", "after both"])
+@pytest.mark.parametrize("order", ["prefill first", "decode first"])
+def test_a_request_of_which_a_half_comes_too_late_is_lost_once(order: str, forgotten: str) -> None:
+    window = WorkWindow(unfinished_s=100)
+    legs = [prefill("a", 5), decode("a", 9)]
+    if order == "decode first":
+        legs.reverse()
+    for before, leg in zip(("before both", "between"), legs, strict=True):
+        if forgotten == before:
+            window.forget(before_s=10)
+        leg.add_to(window)
+    window.forget(before_s=1000)
+    assert window.lost_requests == (forgotten != "after both")
+
+
 def test_a_request_whose_end_is_never_heard_of_is_lost_in_time() -> None:
     window = WorkWindow(unfinished_s=100)
     prefill("a", 5).add_to(window)

@@ -70,29 +70,35 @@ class WorkWindow:
     """
 
     unfinished_s: float = 3600.0
-    late_samples: int = 0  # came after a reading of the slice they belong to
-    lost_requests: int = 0  # forgotten with one of their halves missing
-    unreported_s: float = 0.0  # gaps between the levels one gateway reported, summed over gateways
-    _requests: dict[str, _Request] = field(default_factory=dict)
-    _levels: dict[str, list[_Level]] = field(default_factory=dict)  # by gateway
-    _read_until_s: float = -math.inf
-    _forgotten_until_s: float = -math.inf
+    late_samples: int = field(init=False, default=0)  # came after a reading of the slice they belong to
+    lost_requests: int = field(init=False, default=0)  # forgotten with one of their halves missing
+    unreported_s: float = field(init=False, default=0.0)  # gaps between levels of one gateway, summed over gateways
+    _requests: dict[str, _Request] = field(init=False, default_factory=dict)
+    _levels: dict[str, list[_Level]] = field(init=False, default_factory=dict)  # by gateway
+    _read_until_s: float = field(init=False, default=-math.inf)
+    _forgotten_until_s: float = field(init=False, default=-math.inf)
 
     def add_prefill(self, done_s: float, done: PrefillDone) -> None:
         """A prefill leg ended at `done_s`."""
+        if done_s < self._forgotten_until_s and done.request_id not in self._requests:
+            self.late_samples += 1  # its request was forgotten, and counted as lost then; or runs still, and will be
+            return
         request = self._heard(done.request_id, done_s)
         self._count_late(request.completed_s)  # a prefill is late when the request it belongs to was already counted
         request.prefill = _plus(request.prefill, done.work)
 
     def add_decode(self, done_s: float, done: DecodeDone) -> None:
         """A decode leg ended at `done_s`."""
-        self._count_late(done_s)
-        if done_s < self._forgotten_until_s:
+        known = self._requests.get(done.request_id)
+        # A leg belongs where its request completed, which may be later: in a slice that is still to be read.
+        completed_s = done_s if known is None or math.isnan(known.completed_s) else max(known.completed_s, done_s)
+        self._count_late(completed_s)
+        if completed_s < self._forgotten_until_s:
             self.lost_requests += 1
             self._requests.pop(done.request_id, None)
             return
         request = self._heard(done.request_id, done_s)
-        request.completed_s = done_s if math.isnan(request.completed_s) else max(request.completed_s, done_s)
+        request.completed_s = completed_s
         request.iterations += done.iterations
         request.context_sum += done.context_tokens * done.iterations
 
