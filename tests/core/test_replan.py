@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from evolving.core.config import Gate, PlannerConfig
 from evolving.core.modes import Hold, Mode
 from evolving.core.planner import Decision, DecisionKind, Split, SplitShape, effective_roles
-from evolving.core.replan import Evaluation, cooldown_ends_s, counts, decide_by_throughput, evaluate
+from evolving.core.replan import Evaluation, cooldown_ends_s, decide_by_throughput, evaluate, says_something
 from evolving.core.slices import Slice
 from evolving.core.terms import Role
 from evolving.core.throughput import NodeModel, throughput
@@ -169,11 +169,13 @@ def test_a_few_slices_still_answer_what_if_but_pass_nothing() -> None:
 
 
 def test_a_slice_counts_when_enough_completed_and_both_phases_had_work() -> None:
-    assert counts(a_slice(WORK, 1.0, 5), CONFIG)
-    assert not counts(a_slice(WORK, 1.0, 4), CONFIG)
-    assert not counts(a_slice(WORK, 0.0, 5), CONFIG)
-    assert not counts(a_slice(None, 1.0, 5), CONFIG)
-    assert not counts(a_slice(mean_work(iterations=0), 1.0, 5), CONFIG)
+    assert says_something(a_slice(WORK, 1.0, 5), CONFIG)
+    assert says_something(replace(a_slice(WORK, 1.0, 9), without_prefill=4), CONFIG)
+    assert not says_something(replace(a_slice(WORK, 1.0, 9), without_prefill=5), CONFIG)
+    assert not says_something(a_slice(WORK, 1.0, 4), CONFIG)
+    assert not says_something(a_slice(WORK, 0.0, 5), CONFIG)
+    assert not says_something(a_slice(None, 1.0, 5), CONFIG)
+    assert not says_something(a_slice(mean_work(iterations=0), 1.0, 5), CONFIG)
 
 
 def test_without_a_node_of_each_phase_or_a_model_of_each_nothing_is_compared() -> None:

@@ -51,7 +51,7 @@ class PlannerConfig:
     window_s: float = 600.0
     # Slices of a window, each of which gives one gain per candidate (§4.3).
     slices: int = 10
-    # Completed requests below which a slice says nothing.
+    # Completed requests of which both the prefill and the decode are known, below which a slice says nothing.
     slice_completions_least: int = 5
     # Slices that must say something; with fewer the split stays.
     slices_valid_least: int = 8

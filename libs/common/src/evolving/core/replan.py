@@ -60,10 +60,10 @@ class Evaluation:
         return next((candidate for candidate in self.candidates if candidate.shape == shape), None)
 
 
-def counts(measured: Slice, config: PlannerConfig) -> bool:
-    """Whether a slice says something: enough completions, open requests, and work for both phases."""
+def says_something(measured: Slice, config: PlannerConfig) -> bool:
+    """Whether a slice counts: enough completions known whole, open requests, and work for both phases."""
     return (
-        measured.completions >= config.slice_completions_least
+        measured.completions - measured.without_prefill >= config.slice_completions_least
         and measured.open_requests > 0
         and measured.work is not None
         and measured.work.asks_both_phases
@@ -84,7 +84,7 @@ def evaluate(
     fewest moves counts, and among those the best placed (core/placement.py).
     """
     planned = {node: role for node, role in roles.items() if role in (Role.PREFILL, Role.DECODE)}
-    used = tuple((s.work, s.open_requests) for s in slices if s.work is not None and counts(s, config))
+    used = tuple((s.work, s.open_requests) for s in slices if s.work is not None and says_something(s, config))
     problem = _problem(planned, models, len(used), config)
     can_compare = (
         len(used) >= 2 and set(planned.values()) == {Role.PREFILL, Role.DECODE} and set(planned) <= set(models)
