@@ -231,11 +231,11 @@ def test_a_node_that_slowed_down_has_drifted() -> None:
     assert not has_drifted(same, found.error_left_out, config)
     slower = PrefillCoefficients(*(1.3 * value for value in astuple(PREFILL)))
     drifted = prefill_error(found.coefficients, windows_of(7, slower, DECODE, noise=0.03))
-    assert drifted.mean_signed == pytest.approx(1 / 1.3 - 1, abs=0.02)
+    assert drifted.mean_relative == pytest.approx(1 - 1 / 1.3, abs=0.02)
     assert has_drifted(drifted, found.error_left_out, config)
     assert not has_drifted(drifted, 0.2, config), "a fit that errs much is not bettered by another"
-    assert not has_drifted(WindowError(config.drift_rows_least - 1, 1.0, 1.0), 0.0, config)
-    assert prefill_error(found.coefficients, []) == decode_error(DECODE, []) == WindowError(0, 0.0, 0.0)
+    assert not has_drifted(WindowError(config.drift_rows_least - 1, 1.0), 0.0, config)
+    assert prefill_error(found.coefficients, []) == decode_error(DECODE, []) == WindowError(0, 0.0)
 
 
 @pytest.mark.parametrize(

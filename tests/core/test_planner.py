@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evolving.core.modes import Hold, Mode, hold_in_force, mode_in_force
+from evolving.core.modes import Hold, hold_in_force
 from evolving.core.planner import (
     Decision,
     DecisionKind,
@@ -318,10 +318,6 @@ def test_a_hold_lasts_until_its_time_or_for_ever() -> None:
     assert hold_in_force(timed, 10.0) is None
     assert hold_in_force(lasting, 1e12) is lasting
     assert hold_in_force(None, 0.0) is None
-    for configured in Mode:
-        assert mode_in_force(configured, timed, 9.9) is Mode.MANUAL
-        assert mode_in_force(configured, timed, 10.0) is configured
-        assert mode_in_force(configured, None, 0.0) is configured
 
 
 def test_an_operator_s_proposal_says_what_holds_from_then_on() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evolving.core.terms import Role
-from evolving.core.throughput import Kinds, MeanWork, NodeModel, Throughput, throughput
+from evolving.core.throughput import IterationTimes, Kinds, MeanWork, NodeModel, Throughput, throughput
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 
 P, D, M, X = Role.PREFILL, Role.DECODE, Role.MIXED, Role.DRAINING
@@ -32,7 +32,8 @@ def seconds(model: NodeModel, batch: float, work: MeanWork) -> float:
 def spread(models: list[NodeModel], work: MeanWork, open_requests: float) -> list[float]:
     """B of each node. `Kinds` counts equal models once, so look each of them up."""
     kinds = Kinds(models)
-    batches = kinds.batches(kinds.count(models)[np.newaxis], work, open_requests)[0]
+    curve = IterationTimes(kinds.models, work.context_tokens)
+    batches = curve.spread(kinds.count(models)[np.newaxis], open_requests)[0]
     return [float(batches[kinds.of(model)]) for model in models]
 
 

@@ -65,7 +65,6 @@ class WindowError:
 
     rows: int
     mean_relative: float  # of |predicted − measured| / measured; 0 without rows
-    mean_signed: float  # of (predicted − measured) / measured: below 0, the node became slower
 
 
 def fit_prefill(
@@ -149,9 +148,9 @@ def _table(sums: Sequence[IterationSums], row: Callable[[IterationSums], tuple[f
 
 def _window_error(table: _Table, coefficients: Sequence[float]) -> WindowError:
     if not len(table.busy_s):
-        return WindowError(0, 0.0, 0.0)
+        return WindowError(0, 0.0)
     error = table.relative @ np.array(coefficients) - 1.0
-    return WindowError(len(error), float(np.abs(error).mean()), float(error.mean()))
+    return WindowError(len(error), float(np.abs(error).mean()))
 
 
 # -- least squares
@@ -225,13 +224,13 @@ def _unidentified(
     found = []
     for place, name in enumerate(names):
         beside = sorted({names.index(other) for other in kept} | {place})
-        made_up = _alone(rows, place) <= _COLLINEAR
+        made_up = _unexplained_share(rows, place) <= _COLLINEAR
         if made_up or _uncertainty(rows[:, beside], beside.index(place)) > uncertainty_max:
             found.append(name)
     return tuple(found)
 
 
-def _alone(rows: _Matrix, place: int) -> float:
+def _unexplained_share(rows: _Matrix, place: int) -> float:
     """Share of a column's length that no combination of the others makes up; 0 for a column of zeros."""
     column, others = rows[:, place], np.delete(rows, place, axis=1)
     length = float(np.linalg.norm(column))
@@ -250,4 +249,4 @@ def _uncertainty(rows: _Matrix, place: int) -> float:
     freedom = max(1, len(rows) - rows.shape[1])
     deviation = math.sqrt(float(residual @ residual) / freedom)
     column = rows[:, place]
-    return deviation * float(column.mean()) / (float(np.linalg.norm(column)) * _alone(rows, place))
+    return deviation * float(column.mean()) / (float(np.linalg.norm(column)) * _unexplained_share(rows, place))

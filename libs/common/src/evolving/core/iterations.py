@@ -94,13 +94,13 @@ class IterationMeter:
 
     experts: int = 0
     experts_per_token: int = 0
-    _prefill: _Running = field(default_factory=_Running)
-    _decode: _Running = field(default_factory=_Running)
-    _mixed: _Running = field(default_factory=_Running)
-    _prefills: int = 0  # iterations that computed prompts, cold ones included
-    _decodes: int = 0
-    _cold: int = 0
-    _reused_tokens: int = 0
+    _prefill: _Running = field(init=False, default_factory=_Running)
+    _decode: _Running = field(init=False, default_factory=_Running)
+    _mixed: _Running = field(init=False, default_factory=_Running)
+    _prefills: int = field(init=False, default=0)  # iterations that computed prompts, cold ones included
+    _decodes: int = field(init=False, default=0)
+    _cold: int = field(init=False, default=0)
+    _reused_tokens: int = field(init=False, default=0)
 
     def add(
         self,

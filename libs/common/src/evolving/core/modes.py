@@ -30,8 +30,3 @@ class Hold:
 def hold_in_force(hold: Hold | None, now_s: float) -> Hold | None:
     """`hold`, unless its time is over."""
     return hold if hold is not None and hold.in_force(now_s) else None
-
-
-def mode_in_force(configured: Mode, hold: Hold | None, now_s: float) -> Mode:
-    """The configured mode; MANUAL while an operator holds the split."""
-    return configured if hold_in_force(hold, now_s) is None else Mode.MANUAL

@@ -137,7 +137,7 @@ class Kinds:
         Shapes: (rows, kinds) → (rows,). Raises ValueError unless `work` asks both phases.
         """
         _require_both_phases(work)
-        curve = _IterationTimes(self.models, work.context_tokens)
+        curve = IterationTimes(self.models, work.context_tokens)
         batches = curve.spread(counts, open_requests)
         rates = batches / curve.seconds(np.maximum(batches, 1.0))
         return np.asarray((counts * rates).sum(axis=1) / work.decode_iterations, dtype=np.float64)
@@ -145,16 +145,12 @@ class Kinds:
     def node_decode_rates(self, work: MeanWork, open_requests: float) -> FloatArray:
         """μ_D of one node of each kind that has `open_requests` to itself. Shape: (kinds,)."""
         _require_both_phases(work)
-        curve = _IterationTimes(self.models, work.context_tokens)
+        curve = IterationTimes(self.models, work.context_tokens)
         batches = np.minimum(open_requests, curve.slots)
         return np.asarray(batches / curve.seconds(np.maximum(batches, 1.0)) / work.decode_iterations, dtype=np.float64)
 
-    def batches(self, counts: CountArray, work: MeanWork, open_requests: float) -> FloatArray:
-        """B of one node of each kind, requests, where decode nodes share `open_requests`. Shape: (rows, kinds)."""
-        return _IterationTimes(self.models, work.context_tokens).spread(counts, open_requests)
 
-
-class _IterationTimes:
+class IterationTimes:
     """T_D of each kind as a function of B (equation 2), and its inverse. Constant below B = 1."""
 
     def __init__(self, models: tuple[NodeModel, ...], context_tokens: float) -> None:

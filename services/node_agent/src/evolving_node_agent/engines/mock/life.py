@@ -78,7 +78,7 @@ class Life:
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._down: EngineDown | None = None
-        self.progress = Progress(meter=IterationMeter(config.decode.experts, config.decode.experts_per_token))
+        self.progress = Progress(IterationMeter(config.decode.experts, config.decode.experts_per_token))
 
     # -- legs come
 

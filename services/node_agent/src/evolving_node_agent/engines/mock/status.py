@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from evolving.core.iterations import IterationMeter
 from evolving.core.pool import NodePool
@@ -17,10 +17,10 @@ from evolving_node_agent.engines.port import EngineStatus, Tier
 class Progress:
     """Counts since the start of a life."""
 
+    meter: IterationMeter
     iterations: int = 0
     prefill_iterations: int = 0
     prefill_tokens: int = 0
-    meter: IterationMeter = field(default_factory=IterationMeter)
 
 
 def engine_status(

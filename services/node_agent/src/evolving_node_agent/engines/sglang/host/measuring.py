@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from evolving.core.iterations import IterationMeter
 from evolving.core.timemodel import PrefillSums
 from evolving.core.work import PrefillWork, sum_work
 
@@ -16,9 +14,8 @@ _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 
 
-@dataclass(frozen=True, slots=True)
-class BatchWork:
-    """What one batch is about to work on; arguments of `IterationMeter.add`."""
+class BatchWork(NamedTuple):
+    """What one batch is about to work on: what `IterationMeter.add` takes after the time."""
 
     prefill: PrefillSums | None
     reused_tokens: int
@@ -48,8 +45,3 @@ def batch_work(batch: Any) -> BatchWork:
         works.append(PrefillWork(int(new), int(before), int(request.cached_tokens_host) if first else 0))
         reused_tokens += int(before) if first else 0
     return BatchWork(sum_work(works), reused_tokens, len(decoding), sum(request.seqlen for request in decoding))
-
-
-def count(meter: IterationMeter, work: BatchWork, busy_s: float) -> None:
-    """The batch ran for `busy_s`, everything the loop did for it included."""
-    meter.add(busy_s, work.prefill, work.reused_tokens, work.requests, work.context_tokens)

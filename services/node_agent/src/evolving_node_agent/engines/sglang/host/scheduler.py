@@ -28,7 +28,7 @@ from evolving_node_agent.engines.sglang.config import SglangConfig
 from .blocks import BlockStore
 from .desk import Desk
 from .inbox import Inbox
-from .measuring import batch_work, count
+from .measuring import batch_work
 from .memory import Ledger, adder_class, charge_debt
 from .pages import KvPages
 from .requests import restore_penalties, seeded
@@ -161,7 +161,7 @@ class NodeScheduler(upstream.Scheduler):  # type: ignore[misc]
             with seeded(batch):
                 result = self.run_batch(batch)
             self.process_batch_result(batch, result)
-            count(self.desk.board.meter, work, time.monotonic() - began_s)
+            self.desk.board.meter.add(time.monotonic() - began_s, *work)
         self.last_batch = batch
         return bool(batch)
 
