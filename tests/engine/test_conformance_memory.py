@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from itertools import count
 
 import pytest
 from engine.conftest import Starter, check_engine
 from engine.sglang.driving import Node, collect, greedy, jobs, prefill_only, prompt, serve
 from engine.test_conformance import BLOCK, names_of
 
+from evolving.core.needs import need
 from evolving_node_agent.engines.port import Aborted, CachedTokens, Tier
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
@@ -33,7 +35,7 @@ async def test_uncounted_blocks_go_first_and_the_oldest_of_them(start: Starter) 
     async with start("a", **SMALL) as (node,):
         counted, plain = prompt(1, PROMPT), prompt(2, PROMPT)
         await prefill_only(node, counted)
-        await node.engine.set_needs(dict.fromkeys(names_of(counted), 1))
+        await node.engine.set_needs(dict.fromkeys(names_of(counted), need(1, elsewhere=False)))
         await prefill_only(node, plain)
         await fill(node, 100)
         assert await holds(node, names_of(counted), Tier.L2) == 8
@@ -46,7 +48,7 @@ async def test_a_count_of_zero_gives_a_block_up(start: Starter) -> None:
     async with start("a", **SMALL) as (node,):
         tokens = prompt(1, PROMPT)
         await prefill_only(node, tokens)
-        await node.engine.set_needs(dict.fromkeys(names_of(tokens), 2))
+        await node.engine.set_needs(dict.fromkeys(names_of(tokens), need(2, elsewhere=False)))
         await fill(node, 100)
         assert await holds(node, names_of(tokens), Tier.L2) == 8
         await node.engine.set_needs(dict.fromkeys(names_of(tokens), 0))
@@ -60,31 +62,56 @@ async def test_a_parent_stays_with_its_counted_child(start: Starter) -> None:
         tokens = prompt(1, PROMPT)
         await prefill_only(node, tokens)
         *_, last = names_of(tokens)
-        await node.engine.set_needs({last: 1})
+        await node.engine.set_needs({last: need(1, elsewhere=False)})
         await fill(node, 100)
         assert await holds(node, names_of(tokens), Tier.L2) == 8
 
 
 async def test_counts_bias_and_never_pin(start: Starter) -> None:
-    """A pool full of counted blocks still evicts, the least recently used first."""
+    """A pool full of blocks needed alike still evicts, the least recently used first."""
     async with start("a", **SMALL) as (node,):
         for index in range(FILLING):
             tokens = prompt(index, PROMPT)
             await prefill_only(node, tokens)
-            await node.engine.set_needs(dict.fromkeys(names_of(tokens), 1))
+            await node.engine.set_needs(dict.fromkeys(names_of(tokens), need(1, elsewhere=False)))
         assert await holds(node, names_of(prompt(0, PROMPT)), Tier.L2) == 0
         assert await holds(node, names_of(prompt(FILLING - 1, PROMPT)), Tier.L2) == 8
 
 
-async def test_counts_are_what_was_set(nodes: list[Node]) -> None:
+async def test_what_another_node_has_goes_before_what_the_pool_would_lose(start: Starter) -> None:
+    """However many count it, and though it is younger and its last block of eight, an output, is on this node alone.
+    Where two of eight are, it goes as what the pool would lose: the longest unused first."""
+    # Prompts are computed in one chunk, so that each is one node of SGLang's tree.
+    async with start("a", **(SMALL | {"chunk_tokens": 512})) as (node,):
+        last, mixed, spare = (prompt(800 + index, 8 * BLOCK) for index in range(3))
+        needs: dict[bytes, int] = {}
+        for tokens, alone in ((last, 8), (mixed, 2), (spare, 1)):
+            await prefill_only(node, tokens)
+            names = names_of(tokens)
+            await node.until_holds(Tier.L2, names)
+            needs |= dict.fromkeys(names[:-alone], need(3, elsewhere=True))
+            needs |= dict.fromkeys(names[-alone:], need(1, elsewhere=False))
+        await node.engine.set_needs(needs)
+        seeds = count(820)
+        for going, staying in ((spare, [last, mixed]), (last, [mixed])):
+            kept = {name for tokens in staying for name in names_of(tokens)}
+            while node.held[Tier.L2].intersection(names_of(going)):
+                assert node.held[Tier.L2].issuperset(kept)
+                filler = prompt(next(seeds), 8 * BLOCK)
+                await prefill_only(node, filler)
+                await node.engine.set_needs(dict.fromkeys(names_of(filler), need(1, elsewhere=False)))
+
+
+async def test_needs_are_what_was_set(nodes: list[Node]) -> None:
     node = nodes[0]
     tokens = prompt(700, 4 * BLOCK)
     await prefill_only(node, tokens)
     names = names_of(tokens)
-    await node.engine.set_needs({names[0]: 3, names[1]: 1})
-    await node.engine.set_needs({names[1]: 2, names[2]: 1})
-    counts = await node.engine.needs()
-    assert {name: counts[name] for name in names if name in counts} == {names[0]: 3, names[1]: 2, names[2]: 1}
+    three, two, one = need(3, elsewhere=True), need(2, elsewhere=False), need(1, elsewhere=False)
+    await node.engine.set_needs({names[0]: three, names[1]: one})
+    await node.engine.set_needs({names[1]: two, names[2]: one})
+    needs = await node.engine.needs()
+    assert {name: needs[name] for name in names if name in needs} == {names[0]: three, names[1]: two, names[2]: one}
     await node.engine.set_needs(dict.fromkeys(names, 0))
     assert not set(names) & set(await node.engine.needs())
 
@@ -115,7 +142,7 @@ async def test_what_a_leg_uses_is_not_the_first_to_leave_l2(start: Starter) -> N
     async with start("a", **SMALL) as (node,):
         counted = [prompt(900 + index, PROMPT) for index in range(9)]
         for tokens in counted:
-            await node.engine.set_needs(dict.fromkeys(names_of(tokens), 1))
+            await node.engine.set_needs(dict.fromkeys(names_of(tokens), need(1, elsewhere=False)))
         for tokens in counted[:6]:
             await prefill_only(node, tokens)
         used = prompt(950, 4 * BLOCK)

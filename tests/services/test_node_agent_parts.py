@@ -73,19 +73,19 @@ def test_a_leg_knows_its_own_blocks_whatever_its_branch_sent_before(legs: list[t
         assert job.blocks == hash_tokens(root, data, 4)
 
 
-# -- counts
+# -- needs
 
 
-def test_counts_not_heard_of_are_zero_only_when_all_were_sent() -> None:
-    counts = NeedsMirror()
-    assert counts.take({b"a": 2, b"b": 1}) == {b"a": 2, b"b": 1}
-    counts.start_over()
-    counts.take({b"b": 3})
-    assert counts.in_force() == {b"a": 2, b"b": 3}, "unknown is not zero"
-    assert counts.complete() == {b"a": 0}
-    assert counts.in_force() == {b"b": 3}
-    assert counts.take({b"b": 0}) == {b"b": 0}
-    assert counts.in_force() == {}
+def test_needs_not_heard_of_are_zero_only_when_all_were_sent() -> None:
+    needs = NeedsMirror()
+    assert needs.take({b"a": 2, b"b": 1}) == {b"a": 2, b"b": 1}
+    needs.start_over()
+    needs.take({b"b": 3})
+    assert needs.in_force() == {b"a": 2, b"b": 3}, "unknown is not zero"
+    assert needs.complete() == {b"a": 0}
+    assert needs.in_force() == {b"b": 3}
+    assert needs.take({b"b": 0}) == {b"b": 0}
+    assert needs.in_force() == {}
 
 
 # -- reports on their way

@@ -26,7 +26,7 @@ SMALL = {"l1_tokens": 2048, "l2_tokens": 4096, "chunk_tokens": 512}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def counting(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]:
-    """A small node that evicts by counts."""
+    """A small node that evicts by needs."""
     async with running(tmp_path_factory.mktemp("counting"), "counting", **SMALL) as (node,):
         yield node
 
@@ -46,32 +46,34 @@ async def test_l2_has_room_beside_the_copies_of_what_is_in_l1() -> None:
 
 
 async def test_the_needed_part_of_a_node_outlives_the_rest(counting: Node) -> None:
-    """One prompt, so one node of SGLang's tree, with counts 2, 2, 1, 1, 0, 0, 0; and a younger one counted once."""
+    """One prompt, so one node of SGLang's tree, with counts 2, 2, 1, 1, 0, 0, 0; and a younger one counted once. All
+    of them are on another node too."""
     node = counting
     mixed, once = prompt(60_000, 7 * BLOCK), prompt(60_001, 4 * BLOCK)
     await held_by(node, mixed)
     await held_by(node, once)
     blocks = names(mixed)
-    counts = {blocks[0]: 2, blocks[1]: 2, blocks[2]: 1, blocks[3]: 1} | dict.fromkeys(names(once), 1)
-    await node.engine.set_needs(counts)
+    one, two = need(1, elsewhere=True), need(2, elsewhere=True)
+    needs = dict.fromkeys(blocks[:2], two) | dict.fromkeys([*blocks[2:4], *names(once)], one)
+    await node.engine.set_needs(needs)
     seeds = count(60_100)
     for tier in (Tier.L1, Tier.L2):
         while node.held[tier].intersection(blocks[4:]):
-            assert node.held[tier].issuperset(counts), "a counted block went before one that nobody counts"
+            assert node.held[tier].issuperset(needs), "a counted block went before one that nobody counts"
             await prefill_only(node, prompt(next(seeds), 7 * BLOCK))
-        assert node.held[tier].issuperset(counts)
+        assert node.held[tier].issuperset(needs)
     # All counted from here on: those with a count of 1 go before those with 2.
     while node.held[Tier.L2].intersection(blocks[2:4]):
         assert node.held[Tier.L2].issuperset(blocks[:2])
         filler = prompt(next(seeds), 7 * BLOCK)
         await prefill_only(node, filler)
-        await node.engine.set_needs(dict.fromkeys(names(filler), 2))
+        await node.engine.set_needs(dict.fromkeys(names(filler), two))
     assert node.held[Tier.L2].issuperset(blocks[:2])
     # Full of blocks counted alike: the longest unused goes, and serving goes on.
     while node.held[Tier.L2].intersection(blocks[:2]):
         filler = prompt(next(seeds), 7 * BLOCK)
         await prefill_only(node, filler)
-        await node.engine.set_needs(dict.fromkeys(names(filler), 2))
+        await node.engine.set_needs(dict.fromkeys(names(filler), two))
     assert node.held[Tier.L2].issuperset(names(filler))
     status = await until_status(node, lambda status: status.l2_zero_tokens == 0)
     assert status.l2_used_tokens <= node.info.l2_tokens
@@ -79,31 +81,12 @@ async def test_the_needed_part_of_a_node_outlives_the_rest(counting: Node) -> No
     await node.until_only_cache()
 
 
-async def test_what_another_node_has_goes_before_what_the_pool_would_lose(counting: Node) -> None:
-    """However many count it, and though its last block of eight, an output, is on this node alone."""
-    node = counting
-    last, spare = prompt(63_000, 8 * BLOCK), prompt(63_001, 8 * BLOCK)
-    await held_by(node, last)
-    await held_by(node, spare)
-    needs = dict.fromkeys(names(last), need(1, elsewhere=False)) | dict.fromkeys(names(spare), need(3, elsewhere=True))
-    needs[names(spare)[-1]] = need(1, elsewhere=False)
-    await node.engine.set_needs(needs)
-    seeds = count(63_100)
-    while node.held[Tier.L2].intersection(names(spare)):
-        assert node.held[Tier.L2].issuperset(names(last))
-        filler = prompt(next(seeds), 8 * BLOCK)
-        await prefill_only(node, filler)
-        await node.engine.set_needs(dict.fromkeys(names(filler), need(1, elsewhere=False)))
-    await node.engine.set_needs(dict.fromkeys(await node.engine.needs(), 0))
-    await node.until_only_cache()
-
-
-async def test_lru_takes_no_notice_of_counts(comparing: Node) -> None:
+async def test_lru_takes_no_notice_of_needs(comparing: Node) -> None:
     node = comparing
     old, young = prompt(61_000, 7 * BLOCK), prompt(61_001, 7 * BLOCK)
     await held_by(node, old)
     await held_by(node, young)
-    await node.engine.set_needs(dict.fromkeys(names(old), 5))
+    await node.engine.set_needs(dict.fromkeys(names(old), need(5, elsewhere=False)))
     seeds = count(61_100)
     while node.held[Tier.L2].intersection(names(old)):
         assert node.held[Tier.L2].issuperset(names(young))

@@ -26,7 +26,7 @@ def node_of(blocks: list[bytes]) -> SimpleNamespace:
 @given(
     st.lists(
         st.one_of(
-            st.tuples(st.just("counts"), st.dictionaries(names, st.integers(0, 3))),
+            st.tuples(st.just("needs"), st.dictionaries(names, st.integers(0, 3))),
             st.tuples(st.just("stored"), st.sets(names)),
             st.tuples(st.just("removed"), st.sets(names)),
         ),
@@ -34,57 +34,57 @@ def node_of(blocks: list[bytes]) -> SimpleNamespace:
     )
 )
 def test_counted_blocks_of_l2_are_those_a_recount_finds(steps: list[tuple[str, dict[bytes, int] | set[bytes]]]) -> None:
-    counts, held, expected = Needs(), dict[bytes, None](), dict[bytes, int]()
-    counts.watch(held)
+    needs, held, expected = Needs(), dict[bytes, None](), dict[bytes, int]()
+    needs.watch(held)
     for kind, said in steps:
         if isinstance(said, dict):
-            counts.update(said)
-            expected = {name: count for name, count in (expected | said).items() if count}
+            needs.update(said)
+            expected = {name: needed for name, needed in (expected | said).items() if needed}
         elif kind == "stored":
             new = said - set(held)
             held.update(dict.fromkeys(new))
-            counts.on_stored(new, in_l2=True)
+            needs.on_stored(new, in_l2=True)
         else:
             gone = said & set(held)
             for name in gone:
                 del held[name]
-            counts.on_removed(gone)
-        assert counts.nonzero() == expected
-        assert counts.l2_blocks == len(held.keys() & expected.keys())
+            needs.on_removed(gone)
+        assert needs.nonzero() == expected
+        assert needs.l2_blocks == len(held.keys() & expected.keys())
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=len(NAMES)), st.integers(0, 3))
-def test_a_node_is_cut_where_its_blocks_effective_counts_change(own: list[int], below: int) -> None:
-    counts = Needs()
+def test_a_node_is_cut_where_its_blocks_effective_needs_change(own: list[int], below: int) -> None:
+    needs = Needs()
     blocks = NAMES[: len(own)]
-    counts.update(dict(zip(blocks, own, strict=True)))
-    level, cuts = counts.levels(node_of(blocks), below)
+    needs.update(dict(zip(blocks, own, strict=True)))
+    level, cuts = needs.levels(node_of(blocks), below)
     effective = [max(*own[index:], below) for index in range(len(own))]
-    # With no counts at all there is nothing to tell apart.
+    # With no needs at all there is nothing to tell apart.
     assert level == (effective[0] if any(own) else below)
     changes = [index for index in range(1, len(own)) if effective[index] != effective[index - 1]]
     assert list(cuts) == changes[::-1]
 
 
 def test_what_is_remembered_of_nodes_is_renewed_when_a_counted_block_comes_back() -> None:
-    counts = Needs()
-    counts.update({NAMES[0]: 1})
-    before = counts.version
-    counts.on_stored([NAMES[1]], in_l2=False)
-    assert counts.version == before
-    counts.on_stored([NAMES[0]], in_l2=False)
-    assert counts.version > before
+    needs = Needs()
+    needs.update({NAMES[0]: 1})
+    before = needs.version
+    needs.on_stored([NAMES[1]], in_l2=False)
+    assert needs.version == before
+    needs.on_stored([NAMES[0]], in_l2=False)
+    assert needs.version > before
 
 
 def test_blocks_that_the_pool_would_lose_are_those_of_now() -> None:
-    counts, node = Needs(), node_of(NAMES[:4])
-    assert counts.last_blocks(node) == (0, 4)
-    counts.update({NAMES[0]: need(2, elsewhere=True), NAMES[1]: need(1, elsewhere=False), NAMES[5]: need(1, False)})
-    assert counts.last_blocks(node) == counts.last_blocks(node) == (1, 4)
-    counts.update({NAMES[0]: need(2, elsewhere=False)})
-    assert counts.last_blocks(node) == (2, 4)
+    needs, node = Needs(), node_of(NAMES[:4])
+    assert needs.last_blocks(node) == (0, 4)
+    needs.update({NAMES[0]: need(2, elsewhere=True), NAMES[1]: need(1, elsewhere=False), NAMES[5]: need(1, False)})
+    assert needs.last_blocks(node) == needs.last_blocks(node) == (1, 4)
+    needs.update({NAMES[0]: need(2, elsewhere=False)})
+    assert needs.last_blocks(node) == (2, 4)
     node.hash_value = node.hash_value[1:]
-    assert counts.last_blocks(node) == (1, 3)
+    assert needs.last_blocks(node) == (1, 3)
 
 
 @settings(max_examples=20)
