@@ -218,6 +218,26 @@ async def test_blocks_kept_for_another_leg_anyway_take_no_room() -> None:
         assert [await leg.error() for leg in legs] == [None] * 12
 
 
+async def test_room_goes_to_those_before_first() -> None:
+    """A leg that has all it will reuse itself doesn't get the room that the fetch of one before it waits for."""
+    async with mocks("a", "b", l2_tokens=56 * BLOCK) as (_, b), mocks("c", l2_tokens=256 * BLOCK) as (c,):
+        fetched, own = [prompt(seed, PROMPT) for seed in range(4)], prompt(100, PROMPT)
+        for tokens in fetched:
+            await prefill_only(c, tokens)
+        await prefill_only(b, own)
+        mock(b).faults.stall()
+        first = jobs(b, fetched[0], greedy(1), holders=(c.holder(0, 8),))[0]
+        legs = [Leg(b.engine.prefill(first)), *(fetching(b, tokens, c) for tokens in fetched[1:3])]
+        await until_status(b, lambda s: s.fetched_tokens == 24 * BLOCK and not s.fetching_blocks)
+        waiting = fetching(b, fetched[3], c)
+        late = Leg(b.engine.prefill(jobs(b, own, greedy(1))[0]))
+        await until_status(b, lambda status: len(status.queued) == 5)
+        assert await b.engine.abort(first.leg_id)
+        await until_status(b, lambda status: status.fetched_tokens == 32 * BLOCK)
+        mock(b).faults.resume()
+        assert [await leg.error() for leg in (*legs[1:], waiting, late)] == [None] * 4
+
+
 async def test_a_read_that_fails_leaves_room_for_others() -> None:
     async with mocks("a", "b", l2_tokens=56 * BLOCK) as (_, b), mocks("c", "d", l2_tokens=256 * BLOCK) as (c, d):
         prompts = [prompt(seed, PROMPT) for seed in range(4)]

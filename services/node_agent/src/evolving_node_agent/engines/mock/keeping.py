@@ -24,10 +24,23 @@ class Keeping:
         self._room = asyncio.Event()
 
     def has_room(self, leg: PrefillLeg, blocks: int) -> bool:
-        """Whether the first `blocks` blocks can be kept for a leg; those kept for others anyway take no room."""
-        more = blocks - self._pool.kept(leg.kv.names, blocks, Use.QUEUED)
-        kept = self._pool.used_by(Use.QUEUED) + self._reads.blocks_under_way + more
-        return kept <= _KEPT_SHARE * self._pool.capacity(Tier.L2) or next(iter(self._queue), None) is leg
+        """Whether the first `blocks` blocks can be kept for a leg, with all that those before it in the queue will
+        reuse; what is kept for others anyway takes no room."""
+        lacking = 0
+        for ahead in self._queue:
+            if ahead is leg:
+                break
+            lacking += 0 if ahead.fetch.over else self._lacking(ahead, ahead.fetch.until)
+        else:
+            return False  # it left the queue
+        if next(iter(self._queue)) is leg:
+            return True
+        kept = self._pool.used_by(Use.QUEUED) + self._reads.blocks_under_way + lacking + self._lacking(leg, blocks)
+        return kept <= _KEPT_SHARE * self._pool.capacity(Tier.L2)
+
+    def _lacking(self, leg: PrefillLeg, blocks: int) -> int:
+        """How many of the first `blocks` blocks of a leg nobody keeps."""
+        return blocks - self._pool.kept(leg.kv.names, blocks, Use.QUEUED)
 
     async def until_room(self) -> None:
         """Wait for a leg to leave the queue, or a read to end."""

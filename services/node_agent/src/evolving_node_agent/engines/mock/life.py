@@ -376,6 +376,7 @@ class Life:
         """All has come for the leg that will."""
         leg.fetch.over = True
         leg.fetch.let_wait(self.clock.now_s())
+        self.keeping.room_came()  # no more is kept free for it
         self.publish()
         self._wake.set()
 
