@@ -25,13 +25,19 @@ from evolving_node_agent.engines.port import Holder, PrefillJob, Tier
 
 
 async def fetch(life: Life, leg: PrefillLeg) -> None:
-    """Bring what holders have and this node lacks into its L2. Ends early where a holder is lost or L2 is full."""
+    """Bring what holders have and this node lacks into its L2, and have it kept there. Ends early where a holder is
+    lost or L2 is full."""
     await leg.fetch.go.wait()
-    for holder in _in_order(leg.job):
-        try:
-            await _read_from(life, leg, holder)
-        except Disconnected:
-            continue  # a lost peer is a miss
+    while True:
+        for holder in _in_order(leg.job):
+            try:
+                await _read_from(life, leg, holder)
+            except Disconnected:
+                continue  # a lost peer is a miss
+        life.keeping.keep_own(leg)
+        if leg.fetch.kept == life.cache.pool.matched(leg.kv.names, leg.fetch.until, Tier.L2):
+            break
+        await life.keeping.until_room()  # until it is kept, what is here may leave, and is read again
     life.fetch_ended(leg)
 
 

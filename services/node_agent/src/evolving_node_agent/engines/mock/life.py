@@ -105,7 +105,7 @@ class Life:
         self.transfers.offer(leg)
         self._queue.add(leg)
         self.keeping.keep_own(leg)
-        fetching.over = fetching.until == held
+        fetching.over = fetching.until == held == fetching.kept
         if not fetching.over:
             leg.fetching = self._spawn(fetch(leg))
             leg.tasks.append(leg.fetching)
