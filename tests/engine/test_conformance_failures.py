@@ -13,6 +13,7 @@ import pytest
 from engine.conftest import Starter, check_engine, kill
 from engine.sglang.driving import Node, greedy, jobs, prefill_only, prompt, serve
 
+from evolving_node_agent.engines.mock import MockEngine
 from evolving_node_agent.engines.port import (
     Aborted,
     DecodeLost,
@@ -135,6 +136,8 @@ async def aborted_while_waiting(source: Node, target: Node, side: str) -> tuple[
 async def test_a_context_that_reserved_is_told_until_it_decodes(nodes: list[Node]) -> None:
     """A leg that decodes before a status tells of its reservation is another case: then again, with another prompt."""
     source, target = nodes
+    if isinstance(source.engine, MockEngine):
+        source.engine.faults.transfer_delay_s = 0.1  # a page: the reservation lasts for several statuses
     for seed in range(30, 40):
         prefill_job, decode_job = jobs(source, prompt(seed, LONG), greedy(FOREVER))
         prefill = Leg(source.engine.prefill(prefill_job))
@@ -151,6 +154,8 @@ async def test_a_context_that_reserved_is_told_until_it_decodes(nodes: list[Node
             break
     else:
         raise AssertionError("every leg decoded too soon")
+    if isinstance(source.engine, MockEngine):
+        source.engine.faults.transfer_delay_s = 0.0
     await all_room_is_back(*nodes)
 
 

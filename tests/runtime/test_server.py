@@ -18,7 +18,7 @@ from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from structlog.testing import capture_logs
-from waiting import answered
+from waiting import answered, eventually
 
 from evolving.core.errors import BranchEnded, StaleVersion
 from evolving.runtime.channel import open_channel
@@ -196,7 +196,10 @@ async def test_a_status_set_by_hand_passes_through() -> None:
     async with Running() as running, open_channel(running.address) as channel:
         error = await failure(channel, "Say", "abort")
         assert error.code() is grpc.StatusCode.DATA_LOSS
-        assert running.sample("grpc_server_calls_total", method="/test.Internal/Say", code="DATA_LOSS") == 1
+        # The client may hear of it a moment before it is counted.
+        await eventually(
+            lambda: running.sample("grpc_server_calls_total", method="/test.Internal/Say", code="DATA_LOSS") == 1
+        )
 
 
 @pytest.mark.parametrize("name", ["Say", "Count", "Join", "Echo"])

@@ -174,7 +174,7 @@ class Node:
             node_agent_pb2.WatchStatusResponse(
                 incarnation=info.incarnation,
                 wait_s=self.wait_s(status),
-                queued_legs=len(self.waiting),
+                queued_legs=sum(leg not in status.prefilling for leg in self.waiting),
                 queued_tokens=sum(status.queued.values()),
                 prefilling_legs=len(status.prefilling),
                 holding_legs=status.holding,
