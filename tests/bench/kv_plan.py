@@ -35,17 +35,18 @@ class Plan:
     # only part of what they need, while that of the more decode nodes holds all of it.
     fetch_modes: tuple[str, ...] = ("async", "at_start", "recompute")
     fetch_split: str = "2P4D"
-    fetch_l2_tokens: int = 1_024_000  # of each node
+    fetch_l2_tokens: int = 1_572_864  # of each node
     fetch_sessions: int = 60
     fetch_requests: int = 20  # of each session's main agent, at most
     fetch_concurrency: int = 60
     fetch_compression: float = 10.0
-    fetch_stagger_s: float = 1500.0
+    fetch_stagger_s: float = 900.0
     fetch_span_s: float = 500.0  # sessions whose first requests were recorded within so long
     fetch_first_tokens: int = 50_000  # sessions whose first prompt is no longer
-    # Equation 1 in the fetch arms: 1,100 tokens a second, and what attention to a long context costs.
-    prefill_coefficients: tuple[float, ...] = (0.004, 9e-4, 2e-9, 4e-7, 0.0)
-    # One read: 70 KB of KV a token over 1.4 GB/s, as without RDMA.
+    # Equation 1 in the fetch arms: 830 tokens a second, and what attention to a long context costs. Chosen so that two
+    # prefill nodes are busy with what these sessions add: without a queue there is nothing to hide a fetch under.
+    prefill_coefficients: tuple[float, ...] = (0.004, 1.2e-3, 2e-9, 4e-7, 0.0)
+    # One read: 70 KB of KV a token over 1.4 GB/s, as on a network of 25 Gb/s without RDMA.
     fetch_tokens_per_s: float = 20_000.0
 
     @property
