@@ -1,6 +1,6 @@
 """How much reuse the pool loses, by policy and size, and what fetching under the wait saves, on real agent sessions.
 
-    make bench-kv TRACE=claude_code.jsonl.xz           about an hour (or: python tests/bench/bench_kv.py --trace FILE)
+    make bench-kv TRACE=claude_code.jsonl.xz           over an hour (or: python tests/bench/bench_kv.py --trace FILE)
     make bench-kv TRACE=claude_code.jsonl.xz QUICK=1   minutes; fewer arms and sessions
 
 Each arm has a cluster of its own: etcd, the services and six nodes with the mock engine, all as processes. A first arm

@@ -46,7 +46,7 @@ class Plan:
     # Equation 1 in the fetch arms: 830 tokens a second, and what attention to a long context costs. Chosen so that two
     # prefill nodes are busy with what these sessions add: without a queue there is nothing to hide a fetch under.
     prefill_coefficients: tuple[float, ...] = (0.004, 1.2e-3, 2e-9, 4e-7, 0.0)
-    # One read: 70 KB of KV a token over 1.4 GB/s, as on a network of 25 Gb/s without RDMA.
+    # One read, assumed: 70 KB of KV a token at 1.4 GB/s.
     fetch_tokens_per_s: float = 20_000.0
 
     @property

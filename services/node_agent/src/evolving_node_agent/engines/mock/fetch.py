@@ -34,8 +34,7 @@ async def fetch(life: Life, leg: PrefillLeg) -> None:
                 await _read_from(life, leg, holder)
             except Disconnected:
                 continue  # a lost peer is a miss
-        life.keeping.keep_own(leg)
-        if leg.fetch.kept == life.cache.pool.matched(leg.kv.names, leg.fetch.until, Tier.L2):
+        if life.keeping.keep_own(leg):
             break
         await life.keeping.until_room()  # until it is kept, what is here may leave, and is read again
     life.fetch_ended(leg)

@@ -43,7 +43,7 @@ class Keeping:
         return blocks - self._pool.kept(leg.kv.names, blocks, Use.QUEUED)
 
     async def until_room(self) -> None:
-        """Wait for a leg to leave the queue, or a read to end."""
+        """Wait for a leg to leave the queue, or a read or a fetch to end."""
         await self._room.wait()
 
     def keep(self, leg: PrefillLeg, blocks: int) -> None:
@@ -52,18 +52,22 @@ class Keeping:
             self._pool.lock(leg.kv.names, leg.fetch.kept, blocks, Use.QUEUED)
             leg.fetch.kept = blocks
 
-    def keep_own(self, leg: PrefillLeg) -> None:
-        """Keep what L2 has of a leg that waits, if there is room."""
+    def keep_own(self, leg: PrefillLeg) -> bool:
+        """Keep what L2 has of a leg that waits; False where there is no room."""
         held = self._pool.matched(leg.kv.names, leg.fetch.until, Tier.L2)
-        if held > leg.fetch.kept and self.has_room(leg, held):
+        if held > leg.fetch.kept:
+            if not self.has_room(leg, held):
+                return False
             self.keep(leg, held)
+        return True
 
     def let_go(self, leg: PrefillLeg) -> None:
-        """Nothing is kept for a leg that left the queue; there is more room for others, first come, first served."""
+        """Nothing is kept for a leg that left the queue; the room goes to others in their order."""
         self._pool.unlock(leg.kv.names, leg.fetch.kept, Use.QUEUED)
         leg.fetch.kept = 0
         for waiting in self._queue:
-            self.keep_own(waiting)
+            if not self.keep_own(waiting):
+                break  # nor is there any for those behind
         self.room_came()
 
     def room_came(self) -> None:
