@@ -43,9 +43,9 @@ class Plan:
     fetch_stagger_s: float = 900.0
     fetch_span_s: float = 500.0  # sessions whose first requests were recorded within so long
     fetch_first_tokens: int = 50_000  # sessions whose first prompt is no longer
-    # Equation 1 in the fetch arms: 830 tokens a second, and what attention to a long context costs. Chosen so that two
+    # Equation 1 in the fetch arms: 500 tokens a second, and what attention to a long context costs. Chosen so that two
     # prefill nodes are busy with what these sessions add: without a queue there is nothing to hide a fetch under.
-    prefill_coefficients: tuple[float, ...] = (0.004, 1.2e-3, 2e-9, 4e-7, 0.0)
+    prefill_coefficients: tuple[float, ...] = (0.004, 2e-3, 2e-9, 4e-7, 0.0)
     # One read, assumed: 70 KB of KV a token at 1.4 GB/s.
     fetch_tokens_per_s: float = 20_000.0
 

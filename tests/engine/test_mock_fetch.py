@@ -184,6 +184,18 @@ async def test_a_fetch_at_admission_begins_when_nothing_else_is_waited_for() -> 
         assert event(leg, Prefilled).cached == CachedTokens(peer=8 * BLOCK)
 
 
+@pytest.mark.parametrize("fetch_start", FetchStart)
+async def test_only_a_fetch_at_admission_holds_up_those_behind_it(fetch_start: FetchStart) -> None:
+    async with mocks("a", "b", fetch_start=fetch_start) as (a, b):
+        tokens = prompt(1, PROMPT)
+        await prefill_only(a, tokens)
+        mock(a).faults.transfer_delay_s = 0.2 if fetch_start is FetchStart.ADMISSION else 1e6
+        slow = fetching(b, tokens, a, fetch_deadline_s=1e6)
+        await until_status(b, lambda status: status.fetching_blocks > 0)
+        await prefill_only(b, prompt(2, PROMPT))
+        assert slow.task.done() is (fetch_start is FetchStart.ADMISSION)
+
+
 async def test_a_fetch_waits_for_room_in_which_it_is_kept() -> None:
     """Twelve legs fetch 96 blocks, and half of 56 may be kept for them: the rest comes as legs are taken, and nothing
     is read twice or computed."""

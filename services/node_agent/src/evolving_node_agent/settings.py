@@ -26,7 +26,7 @@ class NodeAgentSettings(ServiceSettings):
     fetch_start: FetchStart = Field(
         FetchStart.ENQUEUE,
         description="when KV is fetched from peers: enqueue, while the request waits; admission, once its turn has "
-        "come, for comparison",
+        "come, with those behind it waiting too, for comparison",
     )
     fetch_readers: int = Field(4, ge=1, le=64, description="reads from peers at once")
     fetch_bytes_per_s: float = Field(

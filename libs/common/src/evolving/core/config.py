@@ -25,7 +25,9 @@ class FetchStart(enum.StrEnum):
     """When a prefill leg's blocks are fetched from peers."""
 
     ENQUEUE = "enqueue"  # at once: the fetch runs while the leg waits (§4.4)
-    ADMISSION = "admission"  # when the leg's turn to be computed has come; for comparison
+    # When the leg's turn to be computed has come, and none behind it is taken before: the time of the fetch is added to
+    # that of the prefill, as it is without fetching under the wait (§4.4). For comparison.
+    ADMISSION = "admission"
 
 
 class FetchRule(enum.StrEnum):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+from evolving.core.config import FetchStart
 from evolving_node_agent.engines.mock.cache import BlockCache
 from evolving_node_agent.engines.mock.config import MockConfig
 from evolving_node_agent.engines.mock.legs import PrefillLeg
@@ -11,7 +12,7 @@ from evolving_node_agent.engines.mock.legs import PrefillLeg
 
 class PrefillQueue:
     """Legs not taken yet, by rank. A leg whose fetch goes on is passed over, and held up for `fetch_deadline_s` of
-    that at most; a leg there is no room for is not passed over."""
+    that at most. One there is no room for is not passed over, nor is any where fetches start at admission."""
 
     def __init__(self, config: MockConfig, cache: BlockCache, take: Callable[[PrefillLeg], bool]) -> None:
         """take: discard a leg here, give it its room and start it; False, and nothing done, where there is none."""
@@ -46,6 +47,8 @@ class PrefillQueue:
                 else:
                     blocked = True
                     leg.fetch.let_wait(now_s)
+            elif self._config.fetch_start is FetchStart.ADMISSION:
+                blocked = True
 
     def next_deadline_s(self, now_s: float) -> float | None:
         """Seconds until a leg has been held up for long enough; None: none is held up."""

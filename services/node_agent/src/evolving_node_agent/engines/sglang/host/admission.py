@@ -1,7 +1,8 @@
 """Which queued legs may be taken: those whose fetch is over, or has held them up for long enough.
 
 SGLang walks its queue, sorted by rank, once for every prefill step. A leg that still fetches is passed over there, so
-it holds up none behind it, and one whose fetch is over doesn't wait for a slower one ahead. A leg that there would have
+it holds up none behind it, and one whose fetch is over doesn't wait for a slower one ahead. Where fetches start only
+when a leg's turn has come, for comparison, none is taken before a leg that was passed over. A leg that there would have
 been room for is *held up* by its fetch until a later walk says otherwise. Scheduler's thread.
 """
 
@@ -9,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from evolving.core.config import FetchStart
+
 from .legs import PrefillLeg
 
 
 class Admission:
     """The gate in front of SGLang's own admission."""
 
-    def __init__(self, on_turn: Callable[[PrefillLeg], None]) -> None:
+    def __init__(self, on_turn: Callable[[PrefillLeg], None], fetch_start: FetchStart) -> None:
         self._on_turn = on_turn  # a leg's turn came while its fetch was not over
+        self._in_turn = fetch_start is FetchStart.ADMISSION
         self._held: set[PrefillLeg] = set()
         self._passed: set[PrefillLeg] = set()
 
@@ -26,6 +30,8 @@ class Admission:
 
     def lets(self, leg: PrefillLeg, has_room: Callable[[], bool]) -> bool:
         """Whether the leg that the walk has come to is runnable. `has_room` says whether it would be taken if so."""
+        if self._in_turn and self._passed:
+            return False
         if leg.fetch.over or leg.fetch.held_up.total_s >= leg.command.fetch_deadline_s:
             return True
         if has_room():

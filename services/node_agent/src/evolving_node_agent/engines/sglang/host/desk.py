@@ -43,7 +43,7 @@ class Desk:
         self._claim_upstream = scheduler.tree_cache.claim_kv_row
         self._fetch_start = config.fetch_start
         self.blocks = blocks
-        self.admission = Admission(self._on_turn)
+        self.admission = Admission(self._on_turn, config.fetch_start)
         self.keeping = Keeping(scheduler.tree_cache, blocks, config.block_tokens, config.l2_tokens, self.resolve)
         self.landing = Landing(scheduler.tree_cache, blocks, self.keeping, config.block_tokens)
         self.leaving = Leaving(scheduler.tree_cache, blocks.residency)
