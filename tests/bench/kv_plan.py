@@ -32,20 +32,21 @@ class Plan:
     pool_shares: tuple[float, ...] = (1.2, 1.0, 0.86, 0.5)
     # Fetch arms: the first requests of sessions that begin small and have little idle time. The model is slow enough to
     # keep the prefill nodes busy, since without a wait there is nothing to hide a fetch under; and their memory holds
-    # only part of what they need, while that of the more decode nodes holds all of it.
+    # only part of what they need, while that of the more decode nodes holds all of it. Sessions follow each other, so
+    # that first prompts, which nobody has, come all the time and not all at the start.
     fetch_modes: tuple[str, ...] = ("async", "at_start", "recompute")
     fetch_split: str = "2P4D"
-    fetch_l2_tokens: int = 1_572_864  # of each node
+    fetch_l2_tokens: int = 786_432  # of each node
     fetch_sessions: int = 60
     fetch_requests: int = 20  # of each session's main agent, at most
-    fetch_concurrency: int = 60
+    fetch_concurrency: int = 40
     fetch_compression: float = 10.0
-    fetch_stagger_s: float = 900.0
+    fetch_stagger_s: float = 300.0
     fetch_span_s: float = 500.0  # sessions whose first requests were recorded within so long
     fetch_first_tokens: int = 50_000  # sessions whose first prompt is no longer
-    # Equation 1 in the fetch arms: 500 tokens a second, and what attention to a long context costs. Chosen so that two
+    # Equation 1 in the fetch arms: 330 tokens a second, and what attention to a long context costs. Chosen so that two
     # prefill nodes are busy with what these sessions add: without a queue there is nothing to hide a fetch under.
-    prefill_coefficients: tuple[float, ...] = (0.004, 2e-3, 2e-9, 4e-7, 0.0)
+    prefill_coefficients: tuple[float, ...] = (0.004, 3e-3, 2e-9, 4e-7, 0.0)
     # One read, assumed: 70 KB of KV a token at 1.4 GB/s.
     fetch_tokens_per_s: float = 20_000.0
 
@@ -73,7 +74,7 @@ QUICK = replace(
     fetch_modes=("async", "at_start"),
     fetch_sessions=40,
     fetch_requests=8,
-    fetch_concurrency=40,
+    fetch_concurrency=30,
     fetch_span_s=300.0,
 )
 """Within ten minutes: that everything runs, not what it measures."""
