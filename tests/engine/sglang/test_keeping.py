@@ -389,6 +389,27 @@ async def test_room_goes_by_rank() -> None:
     await engine.check_nothing_stays()
 
 
+async def test_nobody_gets_room_before_one_ahead_that_waits_for_some() -> None:
+    """Not even who would find enough: it would take longer and longer until there is enough for the one ahead."""
+    engine = Engine()
+    first = engine.arrive(prompt(12), priority=2)
+    second = engine.arrive(prompt(14), priority=2)
+    third = engine.arrive(prompt(12), priority=1)
+    await engine.settle()
+    assert engine.waits(third)
+    small = engine.arrive(prompt(1), priority=0)
+    await engine.settle()
+    assert engine.store.locked() < KEPT
+    assert engine.waits(small)
+    await engine.leave(first)
+    await engine.settle()
+    assert engine.whole(third)
+    assert engine.whole(small)
+    for leg in (second, third, small):
+        await engine.leave(leg)
+    await engine.check_nothing_stays()
+
+
 async def test_what_is_kept_for_several_legs_counts_once() -> None:
     engine = Engine()
     shared = prompt(12)

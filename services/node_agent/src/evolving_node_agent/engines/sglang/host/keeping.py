@@ -2,7 +2,7 @@
 
 A block that a peer is asked for will be kept once it is here, or it isn't read yet: its leg would find it evicted. Of
 the waiting legs the first in rank may go beyond the bounds, so that it always gets on, and then the next one is first.
-Scheduler's thread.
+None gets room while one ahead of it waits for some. Scheduler's thread.
 """
 
 from __future__ import annotations
@@ -43,11 +43,14 @@ class _Use:
     first: _Waiting | None  # in rank: no bounds for it
     used_tokens: int  # kept, coming, or let in by this pass
     nodes: set[int]  # those kept
+    upto: Rank | None = None  # nobody behind that leg gets room, since it waits for some
 
     def takes(self, waiting: _Waiting, tokens: int, tokens_max: int) -> bool:
         """Use that many more for the leg, if it may have them."""
-        if waiting is not self.first and self.used_tokens + tokens > tokens_max:
-            return False
+        if waiting is not self.first:
+            behind = self.upto is not None and _rank(waiting) > self.upto
+            if behind or self.used_tokens + tokens > tokens_max:
+                return False
         self.used_tokens += tokens
         return True
 
@@ -131,6 +134,7 @@ class Keeping:
             return
         self._freed = False
         use = self._use()
+        use.upto = None  # in this pass they get it in order
         for waiting in sorted(self._waiting.values(), key=_rank):
             if waiting.room is None and waiting.kept_tokens >= waiting.leg.known_cached_tokens:
                 continue
@@ -151,7 +155,9 @@ class Keeping:
                     break  # and so are those before it
                 nodes.add(node.id)
                 used_tokens += len(node.key)
-        return _Use(min(self._waiting.values(), key=_rank, default=None), used_tokens, nodes)
+        first = min(self._waiting.values(), key=_rank, default=None)
+        wanting = (_rank(each) for each in self._waiting.values() if each.room is not None and not each.leg.fetch.over)
+        return _Use(first, used_tokens, nodes, min(wanting, default=None))
 
     def _keep(self, waiting: _Waiting, use: _Use) -> bool:
         """Keep what L2 holds of the leg's prompt, if there is room; whether there was."""
