@@ -36,17 +36,17 @@ class Plan:
     # that first prompts, which nobody has, come all the time and not all at the start.
     fetch_modes: tuple[str, ...] = ("async", "at_start", "recompute")
     fetch_split: str = "2P4D"
-    fetch_l2_tokens: int = 786_432  # of each node
-    fetch_sessions: int = 60
+    fetch_l2_tokens: int = 1_310_720  # of each node
+    fetch_sessions: int = 80
     fetch_requests: int = 20  # of each session's main agent, at most
-    fetch_concurrency: int = 40
+    fetch_concurrency: int = 50
     fetch_compression: float = 10.0
-    fetch_stagger_s: float = 300.0
-    fetch_span_s: float = 500.0  # sessions whose first requests were recorded within so long
+    fetch_stagger_s: float = 1200.0
+    fetch_span_s: float = 700.0  # sessions whose first requests were recorded within so long
     fetch_first_tokens: int = 50_000  # sessions whose first prompt is no longer
-    # Equation 1 in the fetch arms: 330 tokens a second, and what attention to a long context costs. Chosen so that two
+    # Equation 1 in the fetch arms: 830 tokens a second, half of that for one that attends to 40,000. So that two
     # prefill nodes are busy with what these sessions add: without a queue there is nothing to hide a fetch under.
-    prefill_coefficients: tuple[float, ...] = (0.004, 3e-3, 2e-9, 4e-7, 0.0)
+    prefill_coefficients: tuple[float, ...] = (0.004, 1.2e-3, 3e-8, 4e-7, 0.0)
     # One read, assumed: 70 KB of KV a token at 1.4 GB/s.
     fetch_tokens_per_s: float = 20_000.0
 
@@ -76,6 +76,7 @@ QUICK = replace(
     fetch_requests=8,
     fetch_concurrency=30,
     fetch_span_s=300.0,
+    fetch_stagger_s=300.0,
 )
 """Within ten minutes: that everything runs, not what it measures."""
 
