@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from evolving.core.directory_types import Loss
 from evolving.core.homes import HomeMap
@@ -53,8 +54,7 @@ class Branch:
     loss: Loss = Loss.NONE  # why homes of it went since its context was last set
 
 
-@dataclass(frozen=True, slots=True)
-class Tombstone:
+class Tombstone(NamedTuple):
     """What is remembered of an ended branch."""
 
     version: int
@@ -184,8 +184,9 @@ class BranchTable:
         key = branch.key
         del self.live[key]
         self._idle.pop(key, None)
-        for request_id in branch.requests:
-            self._running.pop((key, request_id), None)
+        if branch.running:
+            for request_id in branch.requests:
+                self._running.pop((key, request_id), None)
         self.tombstones.pop(key, None)
         self.tombstones[key] = Tombstone(branch.version, branch.parent_branch_id, now_s, expired)
         freed = self.lineage.end(key, self.live)

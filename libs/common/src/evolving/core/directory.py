@@ -97,8 +97,7 @@ class Directory:
         Cost grows with the new blocks and with the runs on the context's path, not with its blocks.
         Raises BranchEnded, StaleVersion, NeedFull, RequestConflict, InvalidArgument; then nothing changed.
         """
-        answer, effects = directory_begin.begin(self._state, self._state.advance(now_s), event)
-        return answer, self._in_order(effects)
+        return directory_begin.begin(self._state, self._state.advance(now_s), event)
 
     def rematch(self, now_s: float, event: Begin) -> Match:
         """Where the blocks of a running request are now, its output so far among them, for a request that lost its

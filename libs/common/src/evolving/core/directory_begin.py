@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from evolving.core import directory_turns
 from evolving.core.branches import Branch, BranchKey, Request
@@ -15,11 +14,13 @@ from evolving.core.prefix_index import check_names
 from evolving.core.runs import Run
 from evolving.core.terms import NAME_BYTES
 
+_EXTEND, _REWRITE, _SIDE = BeginKind.EXTEND, BeginKind.REWRITE, BeginKind.SIDE  # an enum is slow to tell its members
 _REASONS = {kind: f"begin: {kind}" for kind in BeginKind}
 _PATH_RUNS_SLACK = 8  # runs a path may have beyond twice those it had when merged last, before it is merged again
 
 
-class _Position(NamedTuple):
+@dataclass(slots=True)
+class _Position:
     """Where a request's context leaves the tree: `depth` of its blocks are known, the last in or at the end of `run`;
     `rest` are the names of those that are not."""
 
@@ -114,13 +115,12 @@ def _base(state: DirectoryState, branch: Branch | None, event: Begin) -> Run | N
 
 def _base_in_context(state: DirectoryState, branch: Branch | None, event: Begin) -> Run | None:
     """The run with the last block of the base, when it is in the branch's context or in its parent's."""
+    if branch is not None:
+        run = state.index.on_path(branch.tip, event.base_blocks - 1, event.base_name)
+        if run is not None:
+            return run
     parent = state.table.live.get((event.tenant, event.parent_branch_id))
-    for candidate in (branch, parent):
-        if candidate is not None:
-            run = state.index.on_path(candidate.tip, event.base_blocks - 1, event.base_name)
-            if run is not None:
-                return run
-    return None
+    return None if parent is None else state.index.on_path(parent.tip, event.base_blocks - 1, event.base_name)
 
 
 def _written_out(state: DirectoryState, branch: Branch | None, event: Begin, base: Run | None) -> Begin:
@@ -158,7 +158,7 @@ def _first_time(
     common = 0 if branch is None else _common_blocks(branch, position)
     kind = _kind(branch, event, common)
     tip = None
-    if kind is not BeginKind.SIDE:
+    if kind is not _SIDE:
         tip = state.index.extend(position.run, position.depth, position.rest)
     version = event.version or (1 if branch is None else branch.version)
     if branch is None:
@@ -170,16 +170,16 @@ def _first_time(
         event.new_names[-NAME_BYTES:] or event.base_name,
         event.end_after,
         event.body_digest,
-        side=kind is BeginKind.SIDE,
+        side=kind is _SIDE,
         valid_blocks=0,
         last_event_s=now_s,
     )
     state.counters["begins"] += 1
-    if kind is BeginKind.SIDE:
+    if kind is _SIDE:
         state.counters["side_requests"] += 1
         match = _match_position(state, position)
     else:
-        if kind is BeginKind.REWRITE and version == branch.version:
+        if kind is _REWRITE and version == branch.version:
             state.counters["unannounced_rewrites"] += 1
             branch.unannounced_rewrites += 1
         branch.version = version
@@ -198,12 +198,12 @@ def _kind(branch: Branch | None, event: Begin, common: int) -> BeginKind:
     if branch is None:
         return BeginKind.NEW
     if event.version > branch.version:
-        return BeginKind.REWRITE
+        return _REWRITE
     if common >= branch.prompt_blocks:
-        return BeginKind.EXTEND
+        return _EXTEND
     if branch.running and any(not r.done and r.version == branch.version for r in branch.requests.values()):
-        return BeginKind.SIDE
-    return BeginKind.REWRITE
+        return _SIDE
+    return _REWRITE
 
 
 def _new_branch(state: DirectoryState, now_s: float, key: BranchKey, version: int, event: Begin) -> Branch:
@@ -228,19 +228,19 @@ def _common_blocks(branch: Branch, position: _Position) -> int:
             ours = ours.parent
         else:
             theirs = theirs.parent
-    return 0 if ours is None else min(ours.start + ours.size, branch.blocks, position.depth)
+    return 0 if ours is None else min(ours.start + ours.size, position.depth)
 
 
 def _match_branch(state: DirectoryState, branch: Branch) -> Match:
     """Match a branch's whole context, merging its path first when it got long."""
-    path = state.index.path(branch.tip)
-    if len(path) > 2 * branch.merged_path_runs + _PATH_RUNS_SLACK:
+    stretches = state.index.stretches(branch.tip, branch.blocks)
+    if len(stretches) > 2 * branch.merged_path_runs + _PATH_RUNS_SLACK:
         state.index.merge_up(branch.tip)
-        path = state.index.path(branch.tip)
-        branch.merged_path_runs = len(path)
-    return state.index.score(path, branch.blocks, branch.blocks)
+        stretches = state.index.stretches(branch.tip, branch.blocks)
+        branch.merged_path_runs = len(stretches)
+    return state.index.score(stretches, branch.blocks)
 
 
 def _match_position(state: DirectoryState, position: _Position) -> Match:
     """Match a context that does not become a branch's."""
-    return state.index.score(state.index.path(position.run), position.depth, position.blocks)
+    return state.index.score(state.index.stretches(position.run, position.depth), position.blocks)

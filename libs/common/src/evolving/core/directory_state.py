@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter, deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from evolving.core.branches import Branch, BranchTable
@@ -57,8 +57,8 @@ class DirectoryState:
     table: BranchTable
     turns: Turns = field(default_factory=Turns)
     now_s: float = 0.0  # the latest time seen; never runs back
-    counters: Counter[str] = field(default_factory=Counter)
-    ignored: Counter[str] = field(default_factory=Counter)
+    counters: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    ignored: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     log: Log | None = None  # who is told of every change of branches and homes
 
     @classmethod

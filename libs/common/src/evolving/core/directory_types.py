@@ -160,9 +160,8 @@ class Match(NamedTuple):
     pool_blocks: int = 0  # longest prefix each block of which some node holds in L2: what a fetch can bring
     any_blocks: int = 0  # longest prefix each block of which some node holds in some tier
     nodes: Mapping[str, NodeDepth] = MappingProxyType({})  # nodes that hold block 0, by node id
-    # Unpacked by `holders`, for few ask and a long context has many: stretches, where the last ends, their nodes.
+    # Unpacked by `holders`, for few ask and a long context has many: stretches, the last of them nobody's; their nodes.
     stretches: Sequence[Stretch] = ()
-    known_blocks: int = 0
     slots: tuple[str | None, ...] = ()
 
     @property
@@ -171,7 +170,7 @@ class Match(NamedTuple):
         nodes."""
         runs: list[HolderRun] = []
         nodes: dict[int, tuple[str, ...]] = {}
-        end = self.known_blocks
+        end = 0
         for first_block, l1, l2 in reversed(self.stretches):
             for mask in (l1, l2):
                 if mask not in nodes:
@@ -241,8 +240,7 @@ class ClearMemory:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class EndedBranch:
+class EndedBranch(NamedTuple):
     """The branch is over and counts nothing. expired: its idle limit ended it, and its id may come back."""
 
     tenant: str

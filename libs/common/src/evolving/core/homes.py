@@ -21,12 +21,16 @@ class HomeMap:
 
     def stretches(self, first: int, end: int) -> list[tuple[int, int, int]]:
         """(first, end, node) within [first, end), gapless; node is NOBODY where no copy is counted."""
-        found = [
-            (max(first, begin), min(end, until), node)
-            for begin, until, node in self._stretches
-            if begin < end and until > first
-        ]
-        covered = max(first, self.end())
+        homes_end = self.end()
+        if first == 0 and end >= homes_end:  # of the whole context, as most who ask want them
+            found = self._stretches.copy()
+        else:
+            found = [
+                (max(first, begin), min(end, until), node)
+                for begin, until, node in self._stretches
+                if begin < end and until > first
+            ]
+        covered = max(first, homes_end)
         if covered < end:
             found.append((covered, end, HomeMap.NOBODY))
         return found
@@ -35,7 +39,10 @@ class HomeMap:
         """Make `node` (or NOBODY) the home of blocks [first, end)."""
         if first >= end:
             return
-        pieces = [*self.stretches(0, first), (first, end, node), *self.stretches(end, max(end, self.end()))]
+        pieces = self.stretches(0, first) if first else []
+        pieces.append((first, end, node))
+        if end < self.end():
+            pieces += self.stretches(end, self.end())
         merged: list[tuple[int, int, int]] = []
         for begin, until, home in pieces:
             if merged and merged[-1][2] == home:

@@ -6,7 +6,7 @@ bits mean nothing from then on, and `sweep` clears them from the runs in slices 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from evolving.core.directory_types import Match, NodeDepth, RunRef, Stretch
@@ -40,9 +40,6 @@ class Change(NamedTuple):
 
 NO_CHANGE = Change(0, ())
 
-Ends = dict[str, int]
-"""By node id: the depth where what it holds without a gap ends."""
-
 
 def check_names(names: bytes) -> int:
     """Number of names. Raises InvalidArgument when they are not 16 bytes each."""
@@ -60,6 +57,21 @@ def check_run(ref: RunRef) -> None:
         raise InvalidArgument(f"a run of {blocks} blocks can't skip {ref.skip}")
 
 
+class _NodesOf(dict[int, tuple[str, ...]]):
+    """mask -> node ids of its live bits, in slot order; made when first asked for."""
+
+    def __init__(self, slots: list[str | None]) -> None:
+        super().__init__()
+        self._slots = slots
+
+    def __missing__(self, mask: int) -> tuple[str, ...]:
+        if len(self) >= _MASK_CACHE_MAX:
+            self.clear()
+        found = [node for slot, node in enumerate(self._slots) if mask >> slot & 1 and node is not None]
+        nodes = self[mask] = tuple(found)
+        return nodes
+
+
 class PrefixIndex(RunTree):
     """The run tree with copies."""
 
@@ -67,7 +79,7 @@ class PrefixIndex(RunTree):
         super().__init__(run_blocks_max)
         self._slots: list[str | None] = []  # slot -> node id; None: free, retired or being swept
         self._slots_seen: tuple[str | None, ...] = ()  # a copy that matches can keep
-        self._nodes_of: dict[int, tuple[str, ...]] = {}  # mask -> node ids, in slot order
+        self.nodes_of = _NodesOf(self._slots)
         self.live = 0  # bits of all nodes
         self._sweeping = 0  # retired bits the sweep in progress clears
         self._sweep: Visit | None = None
@@ -94,7 +106,7 @@ class PrefixIndex(RunTree):
 
     def _slots_changed(self) -> None:
         self._slots_seen = tuple(self._slots)
-        self._nodes_of.clear()
+        self.nodes_of.clear()
 
     def sweep(self, runs_max: int) -> Sequence[Touched]:
         """Clear retired bits from at most `runs_max` runs; delete runs nothing needs any more. Returns the stretches
@@ -119,16 +131,6 @@ class PrefixIndex(RunTree):
             self._sweep = None
             self.retired &= keep
         return touched
-
-    def nodes_of(self, mask: int) -> tuple[str, ...]:
-        """Node ids of the live bits of a mask, in slot order."""
-        nodes = self._nodes_of.get(mask)
-        if nodes is None:
-            if len(self._nodes_of) >= _MASK_CACHE_MAX:
-                self._nodes_of.clear()
-            found = [node for slot, node in enumerate(self._slots) if mask >> slot & 1 and node is not None]
-            nodes = self._nodes_of[mask] = tuple(found)
-        return nodes
 
     # ---------------------------------------------------------------------------------------------------------- copies
 
@@ -293,7 +295,7 @@ class PrefixIndex(RunTree):
         """Where the leading blocks of a context are. Raises InvalidArgument, BrokenChain."""
         blocks = check_names(names)
         run, depth = self.deepest(None, 0, names)
-        return self.score(self.path(run), depth, blocks)
+        return self.score(self.stretches(run, depth), blocks)
 
     @staticmethod
     def path(run: Run | None) -> list[Run]:
@@ -305,74 +307,65 @@ class PrefixIndex(RunTree):
         path.reverse()
         return path
 
-    def score(self, path: list[Run], end: int, blocks: int) -> Match:
-        """Match a context of `blocks` blocks of which the first `end` lie on `path` (the last run perhaps in part)."""
-        if not path:
-            return Match(blocks=blocks)
-        stretches = [(run.start, run.l1, run.l2) for run in path]
-        nodes, pool_blocks, any_blocks, scanned = self._depths(stretches, end)
-        if any_blocks < 0:
-            pool_blocks, any_blocks = self._pool_ends(stretches, scanned, pool_blocks, end)
-        return Match(blocks, pool_blocks, any_blocks, nodes, stretches, end, self._slots_seen)
+    @staticmethod
+    def stretches(run: Run | None, end: int) -> list[Stretch]:
+        """Who holds the blocks up to depth `end`, which is in `run` or at its end; one more, from there on, is
+        nobody's."""
+        stretches = [(end, 0, 0)]
+        while run is not None:
+            stretches.append((run.start, run.l1, run.l2))
+            run = run.parent
+        stretches.reverse()
+        return stretches
 
-    def _depths(self, stretches: list[Stretch], end: int) -> tuple[dict[str, NodeDepth], int, int, int]:
-        """How deep each node's copies reach; scans as far as any does. Returns also the depths where the pool ends and
-        where copies do, if they were met (else -1), and how many stretches were scanned."""
-        live = self.live
-        _, l1, l2 = stretches[0]
-        l1, l2 = l1 & live, l2 & live  # nodes that hold everything so far
+    def score(self, stretches: list[Stretch], blocks: int) -> Match:
+        """Match a context of `blocks` blocks, the leading ones in `stretches`."""
+        if len(stretches) == 1:
+            return Match(blocks=blocks)
+        left = iter(stretches)
+        nodes, pool_blocks, any_blocks = self._depths(stretches[0], left)
+        if any_blocks < 0:
+            live = self.live
+            for start, l1, l2 in left:
+                if not l2 & live:
+                    if pool_blocks < 0:
+                        pool_blocks = start
+                    if not l1 & live:
+                        any_blocks = start
+                        break
+        return Match(blocks, pool_blocks, any_blocks, nodes, stretches, self._slots_seen)
+
+    def _depths(self, first: Stretch, left: Iterator[Stretch]) -> tuple[dict[str, NodeDepth], int, int]:
+        """How deep the copies of each node reach that holds the first stretch; takes stretches up to the first that
+        none of them holds. Returns also the depths where the pool ends and where copies do, if they were met (else
+        -1)."""
+        live, nodes_of = self.live, self.nodes_of
+        l1, l2 = first[1] & live, first[2] & live  # nodes that hold everything so far
         either = l1 | l2
-        l1_ends: Ends = {}
-        l2_ends: Ends = {}
-        either_ends: Ends = {}
+        l1_ends: dict[str, int] = {}
+        l2_ends: dict[str, int] = {}
+        nodes: dict[str, NodeDepth] = {}
         pool_blocks = -1
-        alike = bool(l2)  # whether nothing can end in a run that all of l1 and l2 hold
-        scanned = 0
-        for start, run_l1, run_l2 in stretches:
-            if alike and run_l2 & l2 == l2 and run_l1 & l1 == l1:
-                scanned += 1
+        alike = bool(l2)  # whether nothing can end in a stretch that all of l1 and l2 hold
+        for start, run_l1, run_l2 in left:
+            if alike and run_l2 & l2 == l2 and (not l1 or run_l1 & l1 == l1):
                 continue
-            if not either:
-                break
-            held = run_l1 | run_l2
             if pool_blocks < 0 and not run_l2 & live:
                 pool_blocks = start
             if lost := l1 & ~run_l1:
-                self._end(l1_ends, lost, start)
-                l1 &= run_l1
+                for node in nodes_of[lost]:
+                    l1_ends[node] = start
+                l1 ^= lost
             if lost := l2 & ~run_l2:
-                self._end(l2_ends, lost, start)
-                l2 &= run_l2
-            if lost := either & ~held:
-                self._end(either_ends, lost, start)
-                either &= held
-                if not either:
-                    break
+                for node in nodes_of[lost]:
+                    l2_ends[node] = start
+                l2 ^= lost
+            if lost := either & ~(run_l1 | run_l2):
+                for node in nodes_of[lost]:
+                    depths = (l1_ends.get(node, 0), l2_ends.get(node, 0), start)
+                    nodes[node] = tuple.__new__(NodeDepth, depths)  # as NodeDepth(*depths), in half the time
+                either ^= lost
+            if not either:
+                return nodes, pool_blocks, -1 if (run_l1 | run_l2) & live else start
             alike = either == l1 | l2 and bool(l2 or pool_blocks >= 0)
-            scanned += 1
-        if either:
-            for left, ends in ((l1, l1_ends), (l2, l2_ends), (either, either_ends)):
-                if left:
-                    self._end(ends, left, end)
-            return _by_node(l1_ends, l2_ends, either_ends), end if pool_blocks < 0 else pool_blocks, end, scanned
-        return _by_node(l1_ends, l2_ends, either_ends), pool_blocks, -1, scanned
-
-    def _pool_ends(self, stretches: list[Stretch], first: int, pool_blocks: int, end: int) -> tuple[int, int]:
-        """Where the pool ends, and where copies do, of a context that no node holds beyond its first stretches."""
-        live = self.live
-        for at in range(first, len(stretches)):
-            start, l1, l2 = stretches[at]
-            if pool_blocks < 0 and not l2 & live:
-                pool_blocks = start
-            if pool_blocks >= 0 and not (l1 | l2) & live:
-                return pool_blocks, start
-        return end if pool_blocks < 0 else pool_blocks, end
-
-    def _end(self, ends: Ends, mask: int, depth: int) -> None:
-        """What the nodes of a mask hold without a gap ends at `depth`."""
-        for node in self.nodes_of(mask):
-            ends[node] = depth
-
-
-def _by_node(l1_ends: Ends, l2_ends: Ends, either_ends: Ends) -> dict[str, NodeDepth]:
-    return {node: NodeDepth(l1_ends.get(node, 0), l2_ends.get(node, 0), depth) for node, depth in either_ends.items()}
+        raise AssertionError("the last stretch is nobody's")

@@ -123,7 +123,7 @@ class RefCounts:
         mask, or, where there is none, to those that hold the stretch in L1."""
         if stretch.l2 & (stretch.l2 - 1):
             return  # two more have it anyway
-        for node_id in self._index.nodes_of(stretch.l2 or stretch.l1):
+        for node_id in self._index.nodes_of[stretch.l2 or stretch.l1]:
             count = count_at(stretch.homes, self.nodes[node_id].number)
             if count:
                 effects.append(CountUpdate(node_id, stretch.names, count, elsewhere, reason))
@@ -222,6 +222,7 @@ class RefCounts:
         """One more branch has its home of these runs there."""
         key = home_key(node.number, phase)
         number, bit = node.number, node.bit
+        others = self._index.live & ~bit
         watched = self._index.visits
         for run in runs:
             homes = run.homes
@@ -235,12 +236,13 @@ class RefCounts:
                 count = count_at(homes, number)
                 if count == 1:
                     node.held_blocks += run.size
-                effects.append(self.update(node, run, reason))
+                effects.append(CountUpdate(node.node_id, run.names, count, run.l2 & others != 0, reason))
 
     def _leave(self, runs: list[Run], node: Node, phase: Phase, reason: str, effects: list[Effect]) -> None:
         """One branch less has its home of these runs there."""
         key = home_key(node.number, phase)
         number, bit = node.number, node.bit
+        others = self._index.live & ~bit
         watched = self._index.visits
         for run in runs:
             homes = run.homes
@@ -257,7 +259,7 @@ class RefCounts:
                 count = count_at(homes, number) if homes else 0
                 if count == 0:
                     node.held_blocks -= run.size
-                effects.append(self.update(node, run, reason))
+                effects.append(CountUpdate(node.node_id, run.names, count, run.l2 & others != 0, reason))
 
     # --------------------------------------------------------------------------------------------------------- contexts
 
@@ -266,17 +268,17 @@ class RefCounts:
     ) -> None:
         """Give a branch another context: `blocks` blocks that end with the run `tip`. The first `keep` of them are
         those of the old one and keep their homes."""
-        for phase, homes in branch.homes.items():
-            if homes.end() > keep:
-                self._assign(branch, phase, keep, homes.end(), None, reason, effects)
-        if tip is not None:
-            tip.tips += 1  # before the old one goes, so that nothing both contexts need is deleted
-        old, old_blocks = branch.tip, branch.blocks
-        branch.tip = tip
-        branch.blocks = blocks
-        if keep < old_blocks:
+        if keep < branch.blocks:
+            for phase, homes in branch.homes.items():
+                if homes.end() > keep:
+                    self._assign(branch, phase, keep, homes.end(), None, reason, effects)
             for request in branch.requests.values():
                 request.valid_blocks = min(request.valid_blocks, keep)
+        if tip is not None:
+            tip.tips += 1  # before the old one goes, so that nothing both contexts need is deleted
+        old = branch.tip
+        branch.tip = tip
+        branch.blocks = blocks
         if old is not None:
             old.tips -= 1
             self._index.prune(old)

@@ -244,7 +244,9 @@ class RunTree:
         """Merge what agrees on a path, from the run `tip` up to the run that holds depth `down_to`."""
         run = tip
         while run is not None:
-            self.merge(run)
+            parent = run.parent
+            if parent is not None and parent.l1 == run.l1 and parent.l2 == run.l2:  # most differ here, and are many
+                self.merge(run)
             if run.start <= down_to:
                 return
             run = run.parent
@@ -306,6 +308,8 @@ class RunTree:
 
     def deepest(self, run: Run | None, depth: int, names: bytes) -> tuple[Run | None, int]:
         """As `walk`, for long names: bisects the index instead of visiting every run on the way."""
+        if len(names) <= ANCHOR_BYTES:  # a turn's: nothing to bisect
+            return self.walk(run, depth, names)
         blocks = len(names) // NAME_BYTES
         first = -depth % ANCHOR_BLOCKS
         known, unknown = -1, (blocks - 1 - first) // ANCHOR_BLOCKS + 1 if blocks > first else 0
