@@ -159,7 +159,7 @@ async def test_free_l1_leaves_host_copies(pair: list[Node]) -> None:
     tokens = prompt(150, 256)
     await prefill_only(b, tokens)
     await b.until_holds(Tier.L2, names(tokens))
-    running = asyncio.create_task(serve(b, b, prompt(151, 128), 300))
+    running = asyncio.create_task(serve(b, b, prompt(151, 128), 1_000))
     await b.until_holds(Tier.L2, names(prompt(151, 128)))
     dropped = await b.engine.free_l1()
     assert dropped >= 4
