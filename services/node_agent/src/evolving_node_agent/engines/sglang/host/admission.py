@@ -21,12 +21,12 @@ class Admission:
     def __init__(self, on_turn: Callable[[PrefillLeg], None], fetch_start: FetchStart) -> None:
         self._on_turn = on_turn  # a leg's turn came while its fetch was not over
         self._in_turn = fetch_start is FetchStart.ADMISSION
-        self._held: set[PrefillLeg] = set()
-        self._passed: set[PrefillLeg] = set()
+        self._held: dict[PrefillLeg, None] = {}  # both in the queue's order, which is that in which turns come
+        self._passed: dict[PrefillLeg, None] = {}
 
     def begin_walk(self) -> None:
         """SGLang is about to walk its queue."""
-        self._passed = set()
+        self._passed = {}
 
     def lets(self, leg: PrefillLeg, has_room: Callable[[], bool]) -> bool:
         """Whether the leg that the walk has come to is runnable. `has_room` says whether it would be taken if so."""
@@ -35,20 +35,22 @@ class Admission:
         if leg.fetch.over or leg.fetch.held_up.total_s >= leg.command.fetch_deadline_s:
             return True
         if has_room():
-            self._passed.add(leg)
+            self._passed[leg] = None
         return False
 
     def end_walk(self) -> None:
         """The walk is over; from now until the next one those it passed over are held up."""
-        for leg in self._held - self._passed:
-            leg.fetch.held_up.stop()
-        for leg in self._passed - self._held:
-            leg.fetch.held_up.start()
-            self._on_turn(leg)
+        for leg in self._held:
+            if leg not in self._passed:
+                leg.fetch.held_up.stop()
+        for leg in self._passed:
+            if leg not in self._held:
+                leg.fetch.held_up.start()
+                self._on_turn(leg)
         self._held = self._passed
 
     def forget(self, leg: PrefillLeg) -> None:
         """The leg left the queue."""
         if leg in self._held:
             leg.fetch.held_up.stop()
-            self._held.discard(leg)
+            del self._held[leg]
