@@ -105,14 +105,18 @@ async def test_a_stalled_read_ends_and_what_comes_later_lands_nowhere() -> None:
 
 
 async def test_a_peer_that_accepts_and_says_nothing_fails_the_read() -> None:
+    left = asyncio.Event()
+
     async def silence(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
+        left.set()
 
     server = await asyncio.start_server(silence, "127.0.0.1", 0)
     with transport(limits=replace(LIMITS, handshake_s=0.2)) as reader:
         session = f"127.0.0.1:{server.sockets[0].getsockname()[1]}#{'00' * 16}"
         assert not await read(reader, session, [(Memory(1).address, 1, 1)])
+    await left.wait()
     server.close()
     await server.wait_closed()
 
