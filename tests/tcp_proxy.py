@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
+
+from listening import listening
 
 _CHUNK_BYTES = 16 << 10
 
@@ -41,7 +43,6 @@ class TcpProxy:
         self._cut: At | None = None
         self._faults = 0
         self._writers: set[asyncio.StreamWriter] = set()
-        self._connections: set[asyncio.Task[None]] = set()
 
     def harm(self, flip: At | None = None, cut: At | None = None) -> None:
         """From now on, in every connection: this byte arrives altered, or the connection ends before it."""
@@ -55,39 +56,26 @@ class TcpProxy:
         self.delay_s = 0.0
         self.open.set()
 
-    def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection, until either side ends it."""
-        connection = asyncio.create_task(self._serve(reader, writer))
-        self._connections.add(connection)
-        connection.add_done_callback(self._connections.discard)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with self._closing(writer):
-            try:
-                other_reader, other_writer = await asyncio.open_connection(*self._target)
-            except OSError:
-                return
-            with self._closing(other_writer):
-                ways = [
-                    asyncio.create_task(self._forward(Way.REQUEST, reader, other_writer)),
-                    asyncio.create_task(self._forward(Way.ANSWER, other_reader, writer)),
-                ]
-                try:
-                    await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-                    await self.open.wait()
-                finally:
-                    for way in ways:
-                        way.cancel()
-                    await asyncio.gather(*ways, return_exceptions=True)
-
-    @contextlib.contextmanager
-    def _closing(self, writer: asyncio.StreamWriter) -> Iterator[None]:
-        self._writers.add(writer)
         try:
-            yield
+            other_reader, other_writer = await asyncio.open_connection(*self._target)
+        except OSError:
+            return
+        self._writers |= {writer, other_writer}
+        ways = [
+            asyncio.create_task(self._forward(Way.REQUEST, reader, other_writer)),
+            asyncio.create_task(self._forward(Way.ANSWER, other_reader, writer)),
+        ]
+        try:
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            await self.open.wait()
         finally:
-            self._writers.discard(writer)
-            writer.close()
+            for way in ways:
+                way.cancel()
+            await asyncio.gather(*ways, return_exceptions=True)
+            self._writers -= {writer, other_writer}
+            other_writer.close()
 
     async def _forward(self, way: Way, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         passed, faults = 0, self._faults
@@ -120,25 +108,18 @@ class TcpProxy:
         self.met += 1
         return fault.byte - start.byte
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """End every connection at once."""
         for writer in self._writers:
             writer.transport.abort()
-        for connection in self._connections:
-            connection.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
 
 
 @contextlib.asynccontextmanager
 async def proxied(target: tuple[str, int], listen: tuple[str, int] = ("127.0.0.1", 0)) -> AsyncIterator[TcpProxy]:
     """A proxy that listens."""
     proxy = TcpProxy(*target)
-    server = await asyncio.start_server(proxy.serve, *listen)
-    proxy.address = server.sockets[0].getsockname()[:2]
-    try:
-        yield proxy
-    finally:
-        proxy.open.set()
-        server.close()
-        await proxy.close()
-        await server.wait_closed()
+    async with listening(proxy.serve, *listen) as proxy.address:
+        try:
+            yield proxy
+        finally:
+            proxy.close()

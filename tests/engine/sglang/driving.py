@@ -11,6 +11,7 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+from listening import listening
 
 from evolving_node_agent.engines.port import (
     CachedTokens,
@@ -255,15 +256,10 @@ async def black_holes(first_block: int, blocks: int, count: int = 30) -> AsyncIt
         with contextlib.suppress(ConnectionError):
             while await reader.read(1 << 16):
                 pass
-        writer.close()
 
-    servers = [await asyncio.start_server(swallow, "127.0.0.1", 0) for _ in range(count)]
-    addresses = [f"127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
-    try:
+    async with contextlib.AsyncExitStack() as holes:
+        addresses = [await holes.enter_async_context(listening(swallow)) for _ in range(count)]
         yield tuple(
-            Holder(f"hole {index}", address, f"hole {index}", first_block, blocks)
-            for index, address in enumerate(addresses)
+            Holder(f"hole {index}", f"{host}:{port}", f"hole {index}", first_block, blocks)
+            for index, (host, port) in enumerate(addresses)
         )
-    finally:
-        for server in servers:
-            server.close()

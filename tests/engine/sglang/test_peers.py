@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from listening import listening
 from tcp_proxy import At, Way, proxied
 
 from evolving_node_agent.engines.sglang.framing import write_frame
@@ -42,11 +43,8 @@ class Service:
 async def serving(secret: bytes) -> AsyncIterator[Service]:
     """A peer service."""
     service = Service(secret)
-    server = await asyncio.start_server(service.serve, "127.0.0.1", 0)
-    service.address = server.sockets[0].getsockname()[:2]
-    yield service
-    server.close()
-    await server.wait_closed()
+    async with listening(service.serve) as service.address:
+        yield service
 
 
 @contextlib.asynccontextmanager
@@ -97,14 +95,10 @@ async def test_a_server_that_does_not_know_the_token_is_found_out() -> None:
         said = await reader.readexactly(64)
         writer.write(said[32:])  # the client's own proof, sent back
         await reader.read()
-        writer.close()
 
-    server = await asyncio.start_server(pretend, "127.0.0.1", 0)
-    async with guest(b"the token") as peers:
+    async with listening(pretend) as address, guest(b"the token") as peers:
         with pytest.raises(p.PeerLost, match="token"):
-            await peers.at(at(server.sockets[0].getsockname()[:2]))
-    server.close()
-    await server.wait_closed()
+            await peers.at(at(address))
 
 
 async def test_a_damaged_answer_ends_the_connection_and_the_next_one_is_good() -> None:

@@ -21,6 +21,7 @@ from engine.sglang.transporting import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from listening import listening
 from waiting import eventually
 
 from evolving_node_agent.engines.sglang import SglangConfig, SglangEngine
@@ -147,16 +148,12 @@ async def test_a_server_that_does_not_know_the_secret_gives_no_byte() -> None:
         await reader.readexactly(wire.LOGIN.size)
         writer.write(wire.frame(wire.ACCEPTED, bytes(32)) + wire.frame(wire.DATA, bytes(100)))
         await reader.read()
-        writer.close()
 
-    server = await asyncio.start_server(pretend, "127.0.0.1", 0)
-    with transport() as reader:
-        ours = Memory(100)
-        session = f"127.0.0.1:{server.sockets[0].getsockname()[1]}#{'00' * 16}"
-        assert not await read(reader, session, [(ours.address, 4096, 100)])
-        assert ours.bytes() == bytes([UNTOUCHED]) * 100
-    server.close()
-    await server.wait_closed()
+    async with listening(pretend) as (host, port):
+        with transport() as reader:
+            ours = Memory(100)
+            assert not await read(reader, f"{host}:{port}#{'00' * 16}", [(ours.address, 4096, 100)])
+            assert ours.bytes() == bytes([UNTOUCHED]) * 100
 
 
 async def test_nothing_is_served_before_the_proof(pair: Pair) -> None:
@@ -169,14 +166,10 @@ async def test_nothing_is_served_before_the_proof(pair: Pair) -> None:
     async def spy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(wire.frame(wire.HELLO, wire.GREETING.pack(wire.MAGIC, bytes(32))))
         recorded.append(await reader.readexactly(wire.LOGIN.size))
-        writer.close()
 
-    spying = await asyncio.start_server(spy, "127.0.0.1", 0)
-    with transport() as victim:
-        address = spying.sockets[0].getsockname()
-        assert not await read(victim, through(peer.session, address), [(Memory(1).address, theirs.address, 1)])
-    spying.close()
-    await spying.wait_closed()
+    async with listening(spy) as address:
+        with transport() as victim:
+            assert not await read(victim, through(peer.session, address), [(Memory(1).address, theirs.address, 1)])
     for login in (b"", bytes(wire.LOGIN.size), recorded[0]):
         reader, writer = await asyncio.open_connection("127.0.0.1", port_of(peer.session))
         writer.write(login + request * 20)

@@ -9,6 +9,7 @@ import pytest
 from engine.sglang.transporting import LIMITS, SECRET, UNTOUCHED, Memory, Outcome, port_of, read, through, transport
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from listening import listening
 from tcp_proxy import At, Way, proxied
 from waiting import eventually
 
@@ -105,20 +106,12 @@ async def test_a_stalled_read_ends_and_what_comes_later_lands_nowhere() -> None:
 
 
 async def test_a_peer_that_accepts_and_says_nothing_fails_the_read() -> None:
-    left = asyncio.Event()
-
     async def silence(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
-        writer.close()
-        left.set()
 
-    server = await asyncio.start_server(silence, "127.0.0.1", 0)
-    with transport(limits=replace(LIMITS, handshake_s=0.2)) as reader:
-        session = f"127.0.0.1:{server.sockets[0].getsockname()[1]}#{'00' * 16}"
-        assert not await read(reader, session, [(Memory(1).address, 1, 1)])
-    await left.wait()
-    server.close()
-    await server.wait_closed()
+    async with listening(silence) as (host, port):
+        with transport(limits=replace(LIMITS, handshake_s=0.2)) as reader:
+            assert not await read(reader, f"{host}:{port}#{'00' * 16}", [(Memory(1).address, 1, 1)])
 
 
 async def test_memory_that_changes_while_it_is_sent_is_no_damage() -> None:
