@@ -35,12 +35,10 @@ def bars(result: dict[str, Any]) -> Iterator[Bar]:
         if policy == "agent":
             yield from _policy_bars(share, agent, arms[share, "lru"])
     yield from _fetch_bars({row["mode"]: row for row in result["fetch"]})
-    for run in result["arms"]:
-        name = f"pool {run['pool_share']} {run['policy']}"
-        yield from _run_bars(name, run)
-        yield _memory_bar(name, run)  # not in the fetch arms, in which decode nodes' pools fill until the end
-    for run in result["fetch"]:
-        yield from _run_bars(f"fetch {run['mode']}", run)
+    for run in (*result["arms"], *result["fetch"]):
+        yield from _run_bars(
+            f"fetch {run['mode']}" if "mode" in run else f"pool {run['pool_share']} {run['policy']}", run
+        )
 
 
 def _policy_bars(share: float, agent: dict[str, Any], lru: dict[str, Any]) -> Iterator[Bar]:
@@ -73,13 +71,10 @@ def _run_bars(name: str, run: dict[str, Any]) -> Iterator[Bar]:
     left = f"{audit['mismatches']} mismatches, {audit['nonzero_after_end']} left after the ends"
     yield Bar(f"{name}: audit", "clean", "clean" if audit["clean"] else left, audit["clean"])
     yield Bar(f"{name}: failed requests", "0", str(run["failed"]), run["failed"] == 0)
-
-
-def _memory_bar(name: str, run: dict[str, Any]) -> Bar:
     growing = [process for process, memory in run["memory"].items() if not memory["steady"]]
     most = max(memory["last_quarter_growth_bytes"] for memory in run["memory"].values())
     shown = f"at most {most / (1 << 20):.1f} MiB" + (f": {', '.join(growing)}" if growing else "")
-    return Bar(f"{name}: memory, last quarter", "< 5 % or 8 MiB", shown, not growing)
+    yield Bar(f"{name}: memory, last quarter", "< 5 % or 8 MiB", shown, not growing)
 
 
 def _percent(share: float) -> str:

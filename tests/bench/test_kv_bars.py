@@ -57,12 +57,6 @@ def test_a_fetch_bar_that_is_missed_is_named(fetches: list[dict[str, Any]], name
     assert missed([], fetches) == [name]
 
 
-def test_memory_counts_where_the_pool_is_full_before_the_end() -> None:
-    grows: dict[str, Any] = {"memory": {"node-a": {"steady": False, "last_quarter_growth_bytes": 9 << 20}}}
-    arms = [arm(1.0, "agent", 0.0, **grows), arm(1.0, "lru", 0.5)]
-    assert missed(arms, [fetch("async", 1.0) | grows]) == ["pool 1.0 agent: memory, last quarter"]
-
-
 def test_memory_is_steady_when_its_last_quarter_adds_little() -> None:
     mebibyte = 1 << 20
     rising = [(float(at), 100 * mebibyte + at * mebibyte) for at in range(100)]
