@@ -41,26 +41,66 @@ class GetSplitResponse(_message.Message):
     SPLIT_FIELD_NUMBER: _builtins.int
     LEADER_ADDRESS_FIELD_NUMBER: _builtins.int
     NODES_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    HOLD_FIELD_NUMBER: _builtins.int
     leader_address: _builtins.str
     """Empty: no leader now."""
+    mode: _builtins.str
+    """What becomes of a decision by measurement: "auto", it is carried out; "shadow", it is recorded and changes nothing;
+    "manual", the split is an operator's.
+    """
     @_builtins.property
     def split(self) -> Global___Split: ...
     @_builtins.property
     def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeView]: ...
+    @_builtins.property
+    def hold(self) -> Global___Hold:
+        """The operator's hold in force; absent: none."""
+
     def __init__(
         self,
         *,
         split: Global___Split | None = ...,
         leader_address: _builtins.str = ...,
         nodes: _abc.Iterable[Global___NodeView] | None = ...,
+        mode: _builtins.str = ...,
+        hold: Global___Hold | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["split", b"split"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold", "split", b"split"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["leader_address", b"leader_address", "nodes", b"nodes", "split", b"split"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hold", b"hold", "leader_address", b"leader_address", "mode", b"mode", "nodes", b"nodes", "split", b"split"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetSplitResponse: _TypeAlias = GetSplitResponse  # noqa: Y015
+
+@_typing.final
+class Hold(_message.Message):
+    """An operator's word that the planner leaves the split as it is. Nodes that come and go are followed all the same."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AUTHOR_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    UNTIL_S_FIELD_NUMBER: _builtins.int
+    author: _builtins.str
+    reason: _builtins.str
+    until_s: _builtins.float
+    """Unix time in seconds; 0: until released."""
+    def __init__(
+        self,
+        *,
+        author: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        until_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "reason", b"reason", "until_s", b"until_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Hold: _TypeAlias = Hold  # noqa: Y015
 
 @_typing.final
 class Split(_message.Message):
@@ -155,12 +195,19 @@ class ProposeSplitRequest(_message.Message):
 
     SHAPE_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
     EXPECTED_EPOCH_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    HOLD_S_FIELD_NUMBER: _builtins.int
+    NO_HOLD_FIELD_NUMBER: _builtins.int
     expected_epoch: _builtins.int
     """0: whatever it is now."""
     reason: _builtins.str
     """Kept with the decision."""
+    hold_s: _builtins.float
+    """Seconds for which the planner leaves this split as it is; 0: until released."""
+    no_hold: _builtins.bool
+    """The planner may change it again from the next window on."""
     @_builtins.property
     def shape(self) -> Global___SplitShape:
         """Counts, such as 2 and 1: the planner picks the nodes, moving as few as it can."""
@@ -169,23 +216,45 @@ class ProposeSplitRequest(_message.Message):
     def changes(self) -> Global___RoleChanges:
         """Roles of the named nodes; others keep theirs."""
 
+    @_builtins.property
+    def keep(self) -> Global___KeepRoles:
+        """Every node keeps its role: a hold, and nothing else."""
+
     def __init__(
         self,
         *,
         shape: Global___SplitShape | None = ...,
         changes: Global___RoleChanges | None = ...,
+        keep: Global___KeepRoles | None = ...,
         expected_epoch: _builtins.int = ...,
         reason: _builtins.str = ...,
+        hold_s: _builtins.float = ...,
+        no_hold: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "proposal", b"proposal", "shape", b"shape"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "keep", b"keep", "proposal", b"proposal", "shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "expected_epoch", b"expected_epoch", "proposal", b"proposal", "reason", b"reason", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changes", b"changes", "expected_epoch", b"expected_epoch", "hold_s", b"hold_s", "keep", b"keep", "no_hold", b"no_hold", "proposal", b"proposal", "reason", b"reason", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_proposal: _TypeAlias = _typing.Literal["shape", "changes"]  # noqa: Y015
+    _WhichOneofReturnType_proposal: _TypeAlias = _typing.Literal["shape", "changes", "keep"]  # noqa: Y015
     _WhichOneofArgType_proposal: _TypeAlias = _typing.Literal["proposal", b"proposal"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_proposal) -> _WhichOneofReturnType_proposal | None: ...
 
 Global___ProposeSplitRequest: _TypeAlias = ProposeSplitRequest  # noqa: Y015
+
+@_typing.final
+class KeepRoles(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepRoles: _TypeAlias = KeepRoles  # noqa: Y015
 
 @_typing.final
 class SplitShape(_message.Message):
@@ -270,23 +339,67 @@ class ProposeSplitResponse(_message.Message):
 Global___ProposeSplitResponse: _TypeAlias = ProposeSplitResponse  # noqa: Y015
 
 @_typing.final
+class ReleaseSplitRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """Kept with the decision."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseSplitRequest: _TypeAlias = ReleaseSplitRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseSplitResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SPLIT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def split(self) -> Global___Split: ...
+    def __init__(
+        self,
+        *,
+        split: Global___Split | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["split", b"split"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["split", b"split"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseSplitResponse: _TypeAlias = ReleaseSplitResponse  # noqa: Y015
+
+@_typing.final
 class ListDecisionsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    WITH_EVALUATIONS_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """At most 1,000; 0: 50."""
     page_token: _builtins.str
+    with_evaluations: _builtins.bool
+    """With what each was decided from."""
     def __init__(
         self,
         *,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        with_evaluations: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "with_evaluations", b"with_evaluations"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -366,6 +479,9 @@ class Decision(_message.Message):
     EPOCH_AFTER_FIELD_NUMBER: _builtins.int
     ROLES_BEFORE_FIELD_NUMBER: _builtins.int
     ROLES_AFTER_FIELD_NUMBER: _builtins.int
+    AUTHOR_FIELD_NUMBER: _builtins.int
+    HOLD_FIELD_NUMBER: _builtins.int
+    EVALUATION_FIELD_NUMBER: _builtins.int
     decided_at_s: _builtins.float
     """Unix time in seconds."""
     kind: _builtins.str
@@ -373,10 +489,19 @@ class Decision(_message.Message):
     reason: _builtins.str
     epoch_before: _builtins.int
     epoch_after: _builtins.int
+    author: _builtins.str
     @_builtins.property
     def roles_before(self) -> _containers.ScalarMap[_builtins.str, _common_pb2.Role.ValueType]: ...
     @_builtins.property
     def roles_after(self) -> _containers.ScalarMap[_builtins.str, _common_pb2.Role.ValueType]: ...
+    @_builtins.property
+    def hold(self) -> Global___Hold:
+        """In force from then on; absent: none."""
+
+    @_builtins.property
+    def evaluation(self) -> Global___Evaluation:
+        """Of a decision by measurement, where it was asked for."""
+
     def __init__(
         self,
         *,
@@ -387,14 +512,414 @@ class Decision(_message.Message):
         epoch_after: _builtins.int = ...,
         roles_before: _abc.Mapping[_builtins.str, _common_pb2.Role.ValueType] | None = ...,
         roles_after: _abc.Mapping[_builtins.str, _common_pb2.Role.ValueType] | None = ...,
+        author: _builtins.str = ...,
+        hold: Global___Hold | None = ...,
+        evaluation: Global___Evaluation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["evaluation", b"evaluation", "hold", b"hold"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decided_at_s", b"decided_at_s", "epoch_after", b"epoch_after", "epoch_before", b"epoch_before", "kind", b"kind", "reason", b"reason", "roles_after", b"roles_after", "roles_before", b"roles_before"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["author", b"author", "decided_at_s", b"decided_at_s", "epoch_after", b"epoch_after", "epoch_before", b"epoch_before", "evaluation", b"evaluation", "hold", b"hold", "kind", b"kind", "reason", b"reason", "roles_after", b"roles_after", "roles_before", b"roles_before"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Decision: _TypeAlias = Decision  # noqa: Y015
+
+@_typing.final
+class Evaluation(_message.Message):
+    """What every split would serve, and from what that was computed (equations 3 to 6 of the paper)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class RolesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _common_pb2.Role.ValueType
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _common_pb2.Role.ValueType = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    ROLES_FIELD_NUMBER: _builtins.int
+    SLICES_FIELD_NUMBER: _builtins.int
+    COUNTED_SLICES_FIELD_NUMBER: _builtins.int
+    CANDIDATES_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
+    GATE_FIELD_NUMBER: _builtins.int
+    counted_slices: _builtins.int
+    """Slices that say something."""
+    problem: _builtins.str
+    """Why the split stays, whatever the candidates; empty: nothing speaks against a switch."""
+    @_builtins.property
+    def roles(self) -> _containers.ScalarMap[_builtins.str, _common_pb2.Role.ValueType]:
+        """Roles in effect."""
+
+    @_builtins.property
+    def slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slice]:
+        """Oldest first."""
+
+    @_builtins.property
+    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
+        """By prefill nodes, the present split among them. Empty: nothing could be said."""
+
+    @_builtins.property
+    def models(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeModel]:
+        """As predictions used them."""
+
+    @_builtins.property
+    def missing(self) -> Global___Missing: ...
+    @_builtins.property
+    def gate(self) -> Global___Gate:
+        """What a gain has to pass."""
+
+    def __init__(
+        self,
+        *,
+        roles: _abc.Mapping[_builtins.str, _common_pb2.Role.ValueType] | None = ...,
+        slices: _abc.Iterable[Global___Slice] | None = ...,
+        counted_slices: _builtins.int = ...,
+        candidates: _abc.Iterable[Global___Candidate] | None = ...,
+        problem: _builtins.str = ...,
+        models: _abc.Iterable[Global___NodeModel] | None = ...,
+        missing: Global___Missing | None = ...,
+        gate: Global___Gate | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "missing", b"missing"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "counted_slices", b"counted_slices", "gate", b"gate", "missing", b"missing", "models", b"models", "problem", b"problem", "roles", b"roles", "slices", b"slices"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Evaluation: _TypeAlias = Evaluation  # noqa: Y015
+
+@_typing.final
+class Slice(_message.Message):
+    """One slice of the window a decision looks back on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_AGE_S_FIELD_NUMBER: _builtins.int
+    TO_AGE_S_FIELD_NUMBER: _builtins.int
+    COMPLETIONS_FIELD_NUMBER: _builtins.int
+    WITHOUT_PREFILL_FIELD_NUMBER: _builtins.int
+    OPEN_REQUESTS_FIELD_NUMBER: _builtins.int
+    WORK_FIELD_NUMBER: _builtins.int
+    from_age_s: _builtins.float
+    """Seconds before the window's end."""
+    to_age_s: _builtins.float
+    completions: _builtins.int
+    """Requests whose decode work is known, and of these the ones whose prefill work is not."""
+    without_prefill: _builtins.int
+    open_requests: _builtins.float
+    """Time-mean of requests accepted and unfinished, wherever they are."""
+    @_builtins.property
+    def work(self) -> Global___MeanWork:
+        """Absent: no completion known whole."""
+
+    def __init__(
+        self,
+        *,
+        from_age_s: _builtins.float = ...,
+        to_age_s: _builtins.float = ...,
+        completions: _builtins.int = ...,
+        without_prefill: _builtins.int = ...,
+        open_requests: _builtins.float = ...,
+        work: Global___MeanWork | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["work", b"work"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completions", b"completions", "from_age_s", b"from_age_s", "open_requests", b"open_requests", "to_age_s", b"to_age_s", "without_prefill", b"without_prefill", "work", b"work"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Slice: _TypeAlias = Slice  # noqa: Y015
+
+@_typing.final
+class MeanWork(_message.Message):
+    """What a request asks, means over requests."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNCACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    QUERY_KEY_PAIRS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    RESTORED_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_ITERATIONS_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    uncached_tokens: _builtins.float
+    query_key_pairs: _builtins.float
+    cached_tokens: _builtins.float
+    restored_tokens: _builtins.float
+    decode_iterations: _builtins.float
+    context_tokens: _builtins.float
+    """Mean over decode iterations."""
+    def __init__(
+        self,
+        *,
+        uncached_tokens: _builtins.float = ...,
+        query_key_pairs: _builtins.float = ...,
+        cached_tokens: _builtins.float = ...,
+        restored_tokens: _builtins.float = ...,
+        decode_iterations: _builtins.float = ...,
+        context_tokens: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "context_tokens", b"context_tokens", "decode_iterations", b"decode_iterations", "query_key_pairs", b"query_key_pairs", "restored_tokens", b"restored_tokens", "uncached_tokens", b"uncached_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeanWork: _TypeAlias = MeanWork  # noqa: Y015
+
+@_typing.final
+class Candidate(_message.Message):
+    """One split the nodes could have."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class MovesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _common_pb2.Role.ValueType
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _common_pb2.Role.ValueType = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SHAPE_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
+    PREFILL_PER_S_FIELD_NUMBER: _builtins.int
+    DECODE_PER_S_FIELD_NUMBER: _builtins.int
+    THROUGHPUT_PER_S_FIELD_NUMBER: _builtins.int
+    MEAN_GAIN_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    PASSES_FIELD_NUMBER: _builtins.int
+    prefill_per_s: _builtins.float
+    """Requests per second that its prefill nodes, its decode nodes and so the whole would serve; means over slices."""
+    decode_per_s: _builtins.float
+    throughput_per_s: _builtins.float
+    mean_gain: _builtins.float
+    """Over the present split, paired per slice: 0.02 is 2 %. And the standard error of that mean, as the gate counts it."""
+    error: _builtins.float
+    passes: _builtins.bool
+    @_builtins.property
+    def shape(self) -> Global___SplitShape: ...
+    @_builtins.property
+    def moves(self) -> _containers.ScalarMap[_builtins.str, _common_pb2.Role.ValueType]:
+        """The nodes that would change, with the role each would get; none: the present split."""
+
+    def __init__(
+        self,
+        *,
+        shape: Global___SplitShape | None = ...,
+        moves: _abc.Mapping[_builtins.str, _common_pb2.Role.ValueType] | None = ...,
+        prefill_per_s: _builtins.float = ...,
+        decode_per_s: _builtins.float = ...,
+        throughput_per_s: _builtins.float = ...,
+        mean_gain: _builtins.float = ...,
+        error: _builtins.float = ...,
+        passes: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_per_s", b"decode_per_s", "error", b"error", "mean_gain", b"mean_gain", "moves", b"moves", "passes", b"passes", "prefill_per_s", b"prefill_per_s", "shape", b"shape", "throughput_per_s", b"throughput_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Candidate: _TypeAlias = Candidate  # noqa: Y015
+
+@_typing.final
+class Gate(_message.Message):
+    """The gate's settings."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    WINDOW_S_FIELD_NUMBER: _builtins.int
+    SLICES_FIELD_NUMBER: _builtins.int
+    SLICES_VALID_LEAST_FIELD_NUMBER: _builtins.int
+    SLICE_COMPLETIONS_LEAST_FIELD_NUMBER: _builtins.int
+    GAIN_FLOOR_FIELD_NUMBER: _builtins.int
+    COOLDOWN_S_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"default" or "paper"."""
+    window_s: _builtins.float
+    slices: _builtins.int
+    slices_valid_least: _builtins.int
+    slice_completions_least: _builtins.int
+    gain_floor: _builtins.float
+    cooldown_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        window_s: _builtins.float = ...,
+        slices: _builtins.int = ...,
+        slices_valid_least: _builtins.int = ...,
+        slice_completions_least: _builtins.int = ...,
+        gain_floor: _builtins.float = ...,
+        cooldown_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cooldown_s", b"cooldown_s", "gain_floor", b"gain_floor", "name", b"name", "slice_completions_least", b"slice_completions_least", "slices", b"slices", "slices_valid_least", b"slices_valid_least", "window_s", b"window_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Gate: _TypeAlias = Gate  # noqa: Y015
+
+@_typing.final
+class Missing(_message.Message):
+    """What the leader lacks of the measurements of its term of office."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LATE_SAMPLES_FIELD_NUMBER: _builtins.int
+    LOST_REQUESTS_FIELD_NUMBER: _builtins.int
+    LOST_REPORTS_FIELD_NUMBER: _builtins.int
+    DROPPED_SAMPLES_FIELD_NUMBER: _builtins.int
+    UNREPORTED_S_FIELD_NUMBER: _builtins.int
+    late_samples: _builtins.int
+    """Samples that came after their slice had been read."""
+    lost_requests: _builtins.int
+    """Requests of which one half never came."""
+    lost_reports: _builtins.int
+    """Reports of nodes that never came."""
+    dropped_samples: _builtins.int
+    """Samples and windows that nodes gave up, having no room."""
+    unreported_s: _builtins.float
+    """Time of gateways of which nobody said how many requests were open."""
+    def __init__(
+        self,
+        *,
+        late_samples: _builtins.int = ...,
+        lost_requests: _builtins.int = ...,
+        lost_reports: _builtins.int = ...,
+        dropped_samples: _builtins.int = ...,
+        unreported_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_samples", b"dropped_samples", "late_samples", b"late_samples", "lost_reports", b"lost_reports", "lost_requests", b"lost_requests", "unreported_s", b"unreported_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Missing: _TypeAlias = Missing  # noqa: Y015
+
+@_typing.final
+class EvaluateSplitRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHAPE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def shape(self) -> Global___SplitShape:
+        """Absent: every shape, none in particular."""
+
+    def __init__(
+        self,
+        *,
+        shape: Global___SplitShape | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvaluateSplitRequest: _TypeAlias = EvaluateSplitRequest  # noqa: Y015
+
+@_typing.final
+class EvaluateSplitResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVALUATION_FIELD_NUMBER: _builtins.int
+    CANDIDATE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def evaluation(self) -> Global___Evaluation: ...
+    @_builtins.property
+    def candidate(self) -> Global___Candidate:
+        """Of the shape asked for; absent: none was, or nothing can be said of it."""
+
+    def __init__(
+        self,
+        *,
+        evaluation: Global___Evaluation | None = ...,
+        candidate: Global___Candidate | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["candidate", b"candidate", "evaluation", b"evaluation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidate", b"candidate", "evaluation", b"evaluation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EvaluateSplitResponse: _TypeAlias = EvaluateSplitResponse  # noqa: Y015
+
+@_typing.final
+class RefitModelRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Empty: all."""
+
+    def __init__(
+        self,
+        *,
+        node_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["node_ids", b"node_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefitModelRequest: _TypeAlias = RefitModelRequest  # noqa: Y015
+
+@_typing.final
+class RefitModelResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def nodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeModel]:
+        """As they are now."""
+
+    def __init__(
+        self,
+        *,
+        nodes: _abc.Iterable[Global___NodeModel] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["nodes", b"nodes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefitModelResponse: _TypeAlias = RefitModelResponse  # noqa: Y015
 
 @_typing.final
 class GetModelRequest(_message.Message):
@@ -441,9 +966,17 @@ class NodeModel(_message.Message):
     PREFILL_COEFFICIENTS_S_FIELD_NUMBER: _builtins.int
     DECODE_COEFFICIENTS_S_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    NEW_TOKENS_PER_ITERATION_FIELD_NUMBER: _builtins.int
+    RESTORED_SHARE_FIELD_NUMBER: _builtins.int
+    PREFILL_FIT_FIELD_NUMBER: _builtins.int
+    DECODE_FIT_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     source: _builtins.str
-    """Where they come from: "config" or "fit"."""
+    """Where they come from: "config", or "fit" when a phase or both are fitted."""
+    new_tokens_per_iteration: _builtins.float
+    """ū, mean new tokens of a prefill iteration."""
+    restored_share: _builtins.float
+    """ρ, share of reused prompt tokens that came from host memory."""
     @_builtins.property
     def prefill_coefficients_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """c0 seconds an iteration, c1 a new token, c2 a query-key pair, c3 a token restored from host, c4 a cached token."""
@@ -452,6 +985,10 @@ class NodeModel(_message.Message):
     def decode_coefficients_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """d0 seconds an iteration, d1 per share of experts read, d2 a request, d3 a token of context."""
 
+    @_builtins.property
+    def prefill_fit(self) -> Global___PhaseFit: ...
+    @_builtins.property
+    def decode_fit(self) -> Global___PhaseFit: ...
     def __init__(
         self,
         *,
@@ -459,11 +996,68 @@ class NodeModel(_message.Message):
         prefill_coefficients_s: _abc.Iterable[_builtins.float] | None = ...,
         decode_coefficients_s: _abc.Iterable[_builtins.float] | None = ...,
         source: _builtins.str = ...,
+        new_tokens_per_iteration: _builtins.float = ...,
+        restored_share: _builtins.float = ...,
+        prefill_fit: Global___PhaseFit | None = ...,
+        decode_fit: Global___PhaseFit | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_fit", b"decode_fit", "prefill_fit", b"prefill_fit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_coefficients_s", b"decode_coefficients_s", "node_id", b"node_id", "prefill_coefficients_s", b"prefill_coefficients_s", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_coefficients_s", b"decode_coefficients_s", "decode_fit", b"decode_fit", "new_tokens_per_iteration", b"new_tokens_per_iteration", "node_id", b"node_id", "prefill_coefficients_s", b"prefill_coefficients_s", "prefill_fit", b"prefill_fit", "restored_share", b"restored_share", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___NodeModel: _TypeAlias = NodeModel  # noqa: Y015
+
+@_typing.final
+class PhaseFit(_message.Message):
+    """How well one phase of a node is known. Absent rows: it is as configured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    FITTED_AT_S_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    ERROR_IN_SAMPLE_FIELD_NUMBER: _builtins.int
+    ERROR_LEFT_OUT_FIELD_NUMBER: _builtins.int
+    UNIDENTIFIED_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    RECENT_ROWS_FIELD_NUMBER: _builtins.int
+    RECENT_ERROR_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """Whose measurements these are; another node's where this one, like it, was never seen in the phase."""
+    fitted_at_s: _builtins.float
+    """Unix time in seconds."""
+    rows: _builtins.int
+    error_in_sample: _builtins.float
+    """Means of |predicted − measured| / measured over the rows fitted, and over rows while they were left out."""
+    error_left_out: _builtins.float
+    recent_rows: _builtins.int
+    """The same error over what this node did lately."""
+    recent_error: _builtins.float
+    @_builtins.property
+    def unidentified(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Coefficients that the rows do not tell, and optional ones that did not pay."""
+
+    @_builtins.property
+    def dropped(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        fitted_at_s: _builtins.float = ...,
+        rows: _builtins.int = ...,
+        error_in_sample: _builtins.float = ...,
+        error_left_out: _builtins.float = ...,
+        unidentified: _abc.Iterable[_builtins.str] | None = ...,
+        dropped: _abc.Iterable[_builtins.str] | None = ...,
+        recent_rows: _builtins.int = ...,
+        recent_error: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "error_in_sample", b"error_in_sample", "error_left_out", b"error_left_out", "fitted_at_s", b"fitted_at_s", "node_id", b"node_id", "recent_error", b"recent_error", "recent_rows", b"recent_rows", "rows", b"rows", "unidentified", b"unidentified"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PhaseFit: _TypeAlias = PhaseFit  # noqa: Y015

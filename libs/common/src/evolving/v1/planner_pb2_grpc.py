@@ -54,6 +54,21 @@ class PlannerServiceStub(object):
                 request_serializer=evolving_dot_v1_dot_planner__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=evolving_dot_v1_dot_planner__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.ReleaseSplit = channel.unary_unary(
+                '/evolving.v1.PlannerService/ReleaseSplit',
+                request_serializer=evolving_dot_v1_dot_planner__pb2.ReleaseSplitRequest.SerializeToString,
+                response_deserializer=evolving_dot_v1_dot_planner__pb2.ReleaseSplitResponse.FromString,
+                _registered_method=True)
+        self.EvaluateSplit = channel.unary_unary(
+                '/evolving.v1.PlannerService/EvaluateSplit',
+                request_serializer=evolving_dot_v1_dot_planner__pb2.EvaluateSplitRequest.SerializeToString,
+                response_deserializer=evolving_dot_v1_dot_planner__pb2.EvaluateSplitResponse.FromString,
+                _registered_method=True)
+        self.RefitModel = channel.unary_unary(
+                '/evolving.v1.PlannerService/RefitModel',
+                request_serializer=evolving_dot_v1_dot_planner__pb2.RefitModelRequest.SerializeToString,
+                response_deserializer=evolving_dot_v1_dot_planner__pb2.RefitModelResponse.FromString,
+                _registered_method=True)
 
 
 class PlannerServiceServicer(object):
@@ -84,7 +99,35 @@ class PlannerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """GetModel reads the coefficients that predictions use.
+        """GetModel reads the coefficients that predictions use, and how well they are known.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseSplit(self, request, context):
+        """ReleaseSplit ends an operator's hold: measurements decide again. No error where there is none.
+
+        FAILED_PRECONDITION (NOT_LEADER) as for ProposeSplit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EvaluateSplit(self, request, context):
+        """EvaluateSplit says what every split would serve, by what was measured up to now. It changes and records nothing.
+
+        INVALID_ARGUMENT: the shape names another number of nodes than serve. FAILED_PRECONDITION (NOT_LEADER): only the
+        leader has measurements.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RefitModel(self, request, context):
+        """RefitModel fits nodes anew to what they reported lately, as far as it suffices, in place of what is known of them.
+
+        INVALID_ARGUMENT: unknown node. FAILED_PRECONDITION (NOT_LEADER) as for ProposeSplit.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -112,6 +155,21 @@ def add_PlannerServiceServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=evolving_dot_v1_dot_planner__pb2.GetModelRequest.FromString,
                     response_serializer=evolving_dot_v1_dot_planner__pb2.GetModelResponse.SerializeToString,
+            ),
+            'ReleaseSplit': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseSplit,
+                    request_deserializer=evolving_dot_v1_dot_planner__pb2.ReleaseSplitRequest.FromString,
+                    response_serializer=evolving_dot_v1_dot_planner__pb2.ReleaseSplitResponse.SerializeToString,
+            ),
+            'EvaluateSplit': grpc.unary_unary_rpc_method_handler(
+                    servicer.EvaluateSplit,
+                    request_deserializer=evolving_dot_v1_dot_planner__pb2.EvaluateSplitRequest.FromString,
+                    response_serializer=evolving_dot_v1_dot_planner__pb2.EvaluateSplitResponse.SerializeToString,
+            ),
+            'RefitModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.RefitModel,
+                    request_deserializer=evolving_dot_v1_dot_planner__pb2.RefitModelRequest.FromString,
+                    response_serializer=evolving_dot_v1_dot_planner__pb2.RefitModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +280,87 @@ class PlannerService(object):
             '/evolving.v1.PlannerService/GetModel',
             evolving_dot_v1_dot_planner__pb2.GetModelRequest.SerializeToString,
             evolving_dot_v1_dot_planner__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseSplit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/evolving.v1.PlannerService/ReleaseSplit',
+            evolving_dot_v1_dot_planner__pb2.ReleaseSplitRequest.SerializeToString,
+            evolving_dot_v1_dot_planner__pb2.ReleaseSplitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EvaluateSplit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/evolving.v1.PlannerService/EvaluateSplit',
+            evolving_dot_v1_dot_planner__pb2.EvaluateSplitRequest.SerializeToString,
+            evolving_dot_v1_dot_planner__pb2.EvaluateSplitResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RefitModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/evolving.v1.PlannerService/RefitModel',
+            evolving_dot_v1_dot_planner__pb2.RefitModelRequest.SerializeToString,
+            evolving_dot_v1_dot_planner__pb2.RefitModelResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -42,7 +42,23 @@ class PlannerServiceStub:
     ListDecisions: _grpc.UnaryUnaryMultiCallable[_planner_pb2.ListDecisionsRequest, _planner_pb2.ListDecisionsResponse]
     """ListDecisions reads what was decided and why, newest first."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_planner_pb2.GetModelRequest, _planner_pb2.GetModelResponse]
-    """GetModel reads the coefficients that predictions use."""
+    """GetModel reads the coefficients that predictions use, and how well they are known."""
+    ReleaseSplit: _grpc.UnaryUnaryMultiCallable[_planner_pb2.ReleaseSplitRequest, _planner_pb2.ReleaseSplitResponse]
+    """ReleaseSplit ends an operator's hold: measurements decide again. No error where there is none.
+
+    FAILED_PRECONDITION (NOT_LEADER) as for ProposeSplit.
+    """
+    EvaluateSplit: _grpc.UnaryUnaryMultiCallable[_planner_pb2.EvaluateSplitRequest, _planner_pb2.EvaluateSplitResponse]
+    """EvaluateSplit says what every split would serve, by what was measured up to now. It changes and records nothing.
+
+    INVALID_ARGUMENT: the shape names another number of nodes than serve. FAILED_PRECONDITION (NOT_LEADER): only the
+    leader has measurements.
+    """
+    RefitModel: _grpc.UnaryUnaryMultiCallable[_planner_pb2.RefitModelRequest, _planner_pb2.RefitModelResponse]
+    """RefitModel fits nodes anew to what they reported lately, as far as it suffices, in place of what is known of them.
+
+    INVALID_ARGUMENT: unknown node. FAILED_PRECONDITION (NOT_LEADER) as for ProposeSplit.
+    """
 
 @_typing.type_check_only
 class PlannerServiceAsyncStub(PlannerServiceStub):
@@ -58,7 +74,23 @@ class PlannerServiceAsyncStub(PlannerServiceStub):
     ListDecisions: _aio.UnaryUnaryMultiCallable[_planner_pb2.ListDecisionsRequest, _planner_pb2.ListDecisionsResponse]  # type: ignore[assignment]
     """ListDecisions reads what was decided and why, newest first."""
     GetModel: _aio.UnaryUnaryMultiCallable[_planner_pb2.GetModelRequest, _planner_pb2.GetModelResponse]  # type: ignore[assignment]
-    """GetModel reads the coefficients that predictions use."""
+    """GetModel reads the coefficients that predictions use, and how well they are known."""
+    ReleaseSplit: _aio.UnaryUnaryMultiCallable[_planner_pb2.ReleaseSplitRequest, _planner_pb2.ReleaseSplitResponse]  # type: ignore[assignment]
+    """ReleaseSplit ends an operator's hold: measurements decide again. No error where there is none.
+
+    FAILED_PRECONDITION (NOT_LEADER) as for ProposeSplit.
+    """
+    EvaluateSplit: _aio.UnaryUnaryMultiCallable[_planner_pb2.EvaluateSplitRequest, _planner_pb2.EvaluateSplitResponse]  # type: ignore[assignment]
+    """EvaluateSplit says what every split would serve, by what was measured up to now. It changes and records nothing.
+
+    INVALID_ARGUMENT: the shape names another number of nodes than serve. FAILED_PRECONDITION (NOT_LEADER): only the
+    leader has measurements.
+    """
+    RefitModel: _aio.UnaryUnaryMultiCallable[_planner_pb2.RefitModelRequest, _planner_pb2.RefitModelResponse]  # type: ignore[assignment]
+    """RefitModel fits nodes anew to what they reported lately, as far as it suffices, in place of what is known of them.
+
+    INVALID_ARGUMENT: unknown node. FAILED_PRECONDITION (NOT_LEADER) as for ProposeSplit.
+    """
 
 class PlannerServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -95,6 +127,40 @@ class PlannerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _planner_pb2.GetModelRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_planner_pb2.GetModelResponse, _abc.Awaitable[_planner_pb2.GetModelResponse]]:
-        """GetModel reads the coefficients that predictions use."""
+        """GetModel reads the coefficients that predictions use, and how well they are known."""
+
+    @_abc_1.abstractmethod
+    def ReleaseSplit(
+        self,
+        request: _planner_pb2.ReleaseSplitRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_planner_pb2.ReleaseSplitResponse, _abc.Awaitable[_planner_pb2.ReleaseSplitResponse]]:
+        """ReleaseSplit ends an operator's hold: measurements decide again. No error where there is none.
+
+        FAILED_PRECONDITION (NOT_LEADER) as for ProposeSplit.
+        """
+
+    @_abc_1.abstractmethod
+    def EvaluateSplit(
+        self,
+        request: _planner_pb2.EvaluateSplitRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_planner_pb2.EvaluateSplitResponse, _abc.Awaitable[_planner_pb2.EvaluateSplitResponse]]:
+        """EvaluateSplit says what every split would serve, by what was measured up to now. It changes and records nothing.
+
+        INVALID_ARGUMENT: the shape names another number of nodes than serve. FAILED_PRECONDITION (NOT_LEADER): only the
+        leader has measurements.
+        """
+
+    @_abc_1.abstractmethod
+    def RefitModel(
+        self,
+        request: _planner_pb2.RefitModelRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_planner_pb2.RefitModelResponse, _abc.Awaitable[_planner_pb2.RefitModelResponse]]:
+        """RefitModel fits nodes anew to what they reported lately, as far as it suffices, in place of what is known of them.
+
+        INVALID_ARGUMENT: unknown node. FAILED_PRECONDITION (NOT_LEADER) as for ProposeSplit.
+        """
 
 def add_PlannerServiceServicer_to_server(servicer: PlannerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

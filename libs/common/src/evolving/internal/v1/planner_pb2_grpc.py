@@ -39,6 +39,11 @@ class PlannerServiceStub(object):
                 request_serializer=evolving_dot_internal_dot_v1_dot_planner__pb2.ReportWorkRequest.SerializeToString,
                 response_deserializer=evolving_dot_internal_dot_v1_dot_planner__pb2.ReportWorkResponse.FromString,
                 _registered_method=True)
+        self.ReportOpen = channel.unary_unary(
+                '/evolving.internal.v1.PlannerService/ReportOpen',
+                request_serializer=evolving_dot_internal_dot_v1_dot_planner__pb2.ReportOpenRequest.SerializeToString,
+                response_deserializer=evolving_dot_internal_dot_v1_dot_planner__pb2.ReportOpenResponse.FromString,
+                _registered_method=True)
 
 
 class PlannerServiceServicer(object):
@@ -52,6 +57,13 @@ class PlannerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportOpen(self, request, context):
+        """ReportOpen brings how many requests a gateway had open. As for ReportWork.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PlannerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +71,11 @@ def add_PlannerServiceServicer_to_server(servicer, server):
                     servicer.ReportWork,
                     request_deserializer=evolving_dot_internal_dot_v1_dot_planner__pb2.ReportWorkRequest.FromString,
                     response_serializer=evolving_dot_internal_dot_v1_dot_planner__pb2.ReportWorkResponse.SerializeToString,
+            ),
+            'ReportOpen': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportOpen,
+                    request_deserializer=evolving_dot_internal_dot_v1_dot_planner__pb2.ReportOpenRequest.FromString,
+                    response_serializer=evolving_dot_internal_dot_v1_dot_planner__pb2.ReportOpenResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +105,33 @@ class PlannerService(object):
             '/evolving.internal.v1.PlannerService/ReportWork',
             evolving_dot_internal_dot_v1_dot_planner__pb2.ReportWorkRequest.SerializeToString,
             evolving_dot_internal_dot_v1_dot_planner__pb2.ReportWorkResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportOpen(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/evolving.internal.v1.PlannerService/ReportOpen',
+            evolving_dot_internal_dot_v1_dot_planner__pb2.ReportOpenRequest.SerializeToString,
+            evolving_dot_internal_dot_v1_dot_planner__pb2.ReportOpenResponse.FromString,
             options,
             channel_credentials,
             insecure,
