@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import grpc.aio
 
 from evolving.runtime.channel import open_channel
 from evolving.runtime.settings import MAX_MESSAGE_BYTES
-from evolving.runtime.tasks import end_tasks
 
 _LAST_CALLS_S = 5.0
 
@@ -25,7 +25,8 @@ class FollowingChannel:
         self._max_message_bytes = max_message_bytes
         self._channel: grpc.aio.Channel | None = None
         self._opened_to = ""
-        self._left: dict[asyncio.Task[None], grpc.aio.Channel] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._hurry = asyncio.Event()
         self.address = ""
         """Where to go, "host:port"; "": nowhere."""
 
@@ -44,16 +45,23 @@ class FollowingChannel:
 
     async def close(self) -> None:
         """Close at once, which cancels running calls. `get` opens anew."""
-        channels = [*self._left.values(), *([self._channel] if self._channel is not None else [])]
-        self._channel, self._opened_to = None, ""
-        await end_tasks(*self._left)
-        for channel in channels:
-            await channel.close()
+        self._leave()
+        self._opened_to = ""
+        hurry, self._hurry = self._hurry, asyncio.Event()
+        hurry.set()
+        await asyncio.gather(*self._leaving)
 
     def _leave(self) -> None:
-        if self._channel is None:
-            return
-        channel, self._channel = self._channel, None
-        task = asyncio.create_task(channel.close(_LAST_CALLS_S), name=f"leaving:{self._opened_to}")
-        self._left[task] = channel
-        task.add_done_callback(self._left.pop)
+        if self._channel is not None:
+            task = asyncio.create_task(_close(self._channel, self._hurry), name=f"leaving:{self._opened_to}")
+            self._leaving.add(task)
+            task.add_done_callback(self._leaving.discard)
+            self._channel = None
+
+
+async def _close(channel: grpc.aio.Channel, hurry: asyncio.Event) -> None:
+    """Not by the grace of gRPC's own `close`, which nothing can cut short."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LAST_CALLS_S):
+            await hurry.wait()
+    await channel.close()
