@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -98,8 +99,9 @@ async def test_interrupted_it_reports_what_was_played(tmp_path: Path) -> None:
     assert code == 130
     assert err.strip().splitlines()[-1].startswith("evolving-replay: interrupted")
     written = report_in(report)
-    assert (written["complete"], written["requests"]) == (False, 5)
+    assert (written["complete"], written["requests"], written["unfinished"]) == (False, 5, 1)
     assert "5 requests" in out
+    assert re.search(r"^unfinished +1 *$", out, re.MULTILINE)
     assert [each.subtree for each in gateway.ended] == [True] * len(gateway.ended)
     begun = {each.branch.branch_id for each in gateway.requests if not each.branch.parent_branch_id}
     assert {branch_id for each in gateway.ended for branch_id in each.branch_ids} == begun

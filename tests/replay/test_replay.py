@@ -265,6 +265,7 @@ async def test_stopped_midway_it_ends_branches_and_reports_what_was_played() -> 
     assert not report.complete
     assert 0 < report.requests < total_requests(AGENTS[1:3])
     assert report.failed == 0, "what was interrupted did not fail"
+    assert report.requests + report.unfinished >= len({each.request_id for each in gateway.requests})
     begun = {each.branch.branch_id for each in gateway.requests if not each.branch.parent_branch_id}
     assert {branch_id for each in gateway.ended for branch_id in each.branch_ids} == begun
     assert all(each.subtree for each in gateway.ended)

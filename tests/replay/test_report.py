@@ -98,7 +98,7 @@ def test_each_step_has_its_name(
 
 
 def test_a_report_adds_up() -> None:
-    tally = Tally(total_requests=5, total_sessions=1)
+    tally = Tally(total_requests=8, total_sessions=1)
     tally.session_started()
     for result, ideal in [
         (finished(prompt=1000, pool=600, planned=600, cached=300, fetch_s=2.0, hidden_s=1.5), 600),
@@ -110,10 +110,14 @@ def test_a_report_adds_up() -> None:
     for error in (Overloaded("no", reason="QUEUE_FULL"), Overloaded("no", reason="QUEUE_FULL")):
         tally.request_sent()
         tally.request_failed(error)
+    for _ in range(3):
+        tally.request_sent()
+    tally.request_left()
     tally.session_over(played=True)
-    report = tally.report(complete=True, wall_s=2.0)
+    report = tally.report(complete=False, wall_s=2.0)
 
     assert (report.requests, report.failed, report.failures) == (3, 2, {"QUEUE_FULL": 2})
+    assert report.unfinished == 8 - 3 - 2, "each one sent has an outcome: left in the middle, or running still, is one"
     assert (report.resent, report.moved, report.sessions) == (6, 3, 1)
     assert (report.prompt_tokens_per_s, report.output_tokens_per_s, report.requests_per_s) == (2500, 3, 1.5)
     assert report.hit_rate == pytest.approx(1400 / 5000)

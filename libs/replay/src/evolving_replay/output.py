@@ -91,8 +91,10 @@ def _rows(report: Report) -> list[tuple[str, str]]:
         ("fetched", f"in {report.fetch_s:.2f} s, {hidden}"),
         ("most loaded prefill", f"{report.most_loaded_prefill:.2f} of the mean"),
     ]
+    if report.unfinished:
+        rows.insert(2, ("unfinished", f"{report.unfinished}"))
     if report.branches_not_ended:
-        rows.insert(3, ("branches not ended", f"of {report.branches_not_ended} sessions"))
+        rows.insert(3 + bool(report.unfinished), ("branches not ended", f"of {report.branches_not_ended} sessions"))
     return [*rows, *((f"  {node_id}", _load(load)) for node_id, load in report.nodes.items())]
 
 

@@ -56,6 +56,8 @@ class Report:
     """Given up after the client's retries."""
     failures: Mapping[str, int]
     """How many failed, by reason."""
+    unfinished: int
+    """Still running when it was interrupted. Every request sent is one of `requests`, `failed` and `unfinished`."""
     resent: int
     """Times a request was sent again by the client."""
     moved: int

@@ -62,6 +62,7 @@ class Tally:
     running_requests: int = 0
     running_sessions: int = 0
     finished_sessions: int = 0
+    unfinished_requests: int = 0
     branches_not_ended: int = 0
     resent: int = 0
     moved: int = 0
@@ -95,8 +96,9 @@ class Tally:
         self._tell()
 
     def request_left(self) -> None:
-        """It was interrupted: no figure speaks of it."""
+        """The replay was interrupted before its outcome was known."""
         self.running_requests -= 1
+        self.unfinished_requests += 1
 
     def request_failed(self, error: EvolvingError) -> None:
         """The client gave it up."""
@@ -129,7 +131,8 @@ class Tally:
         self._tell()
 
     def report(self, *, complete: bool, wall_s: float) -> Report:
-        """The figures until now. wall_s: since the first session started."""
+        """The figures until now, a request still running being an unfinished one. wall_s: since the first session
+        started."""
         requests = len(self.e2e_s)
         prompt_tokens = max(self.prompt_tokens, 1)  # shares of nothing are 0
         lost_by = {cause: self.lost_by[cause] / prompt_tokens for cause in CAUSES}
@@ -141,6 +144,7 @@ class Tally:
             requests=requests,
             failed=self.failures.total(),
             failures=dict(self.failures),
+            unfinished=self.unfinished_requests + self.running_requests,
             resent=self.resent,
             moved=self.moved,
             branches_not_ended=self.branches_not_ended,
