@@ -105,6 +105,8 @@ class EngineLives:
             pool_address=info.pool_address,
             prefill_coefficients=(prefill.c0_s, prefill.c1_s, prefill.c2_s, prefill.c3_s, prefill.c4_s),
             decode_coefficients=(decode.d0_s, decode.d1_s, decode.d2_s, decode.d3_s),
+            experts=info.experts,
+            experts_per_token=info.experts_per_token,
         )
 
 

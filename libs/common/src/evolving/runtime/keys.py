@@ -6,6 +6,7 @@ Layout, below `{prefix}/{partition}/`:
     split                        Split, written by the leading planner only, fenced by its leader key
     leaders/{role}               the leader's advertised address (bytes), under its lease
     decisions                    the planner's last decisions, its JSON, fenced like the split
+    model                        the fitted time models of nodes, the planner's JSON, fenced like the split
     terms/{role}                 how often an instance of the role began, an ASCII integer that only grows
     services/{kind}/{instance}   ServiceRegistration, under the service's lease; kind: gateway, directory, planner
 """
@@ -65,6 +66,11 @@ class Keys:
         """The planner's last decisions."""
         return f"{self.root}/decisions"
 
+    @property
+    def model(self) -> str:
+        """The planner's fitted time models."""
+        return f"{self.root}/model"
+
     def term(self, role: str) -> str:
         """The counter a role takes its term from, such as "directory"."""
         return f"{self.root}/terms/{_part(role)}"
@@ -109,6 +115,8 @@ class NodeRegistration:
     pool_address: str  # host:port peers read this node's L2 through
     prefill_coefficients: tuple[_Coefficient, _Coefficient, _Coefficient, _Coefficient, _Coefficient]  # c0..c4
     decode_coefficients: tuple[_Coefficient, _Coefficient, _Coefficient, _Coefficient]  # d0..d3
+    experts: _Count = 0  # E, routed experts of a layer; 0: a dense model
+    experts_per_token: _Count = 0  # k
 
 
 @dataclass(frozen=True, slots=True)
