@@ -5,23 +5,28 @@ from __future__ import annotations
 import asyncio
 
 from evolving.core.contexts import Contexts
+from evolving.runtime.discovery import follow_leader
+from evolving.runtime.following import FollowingChannel
 from evolving.runtime.log import get_logger
 from evolving.runtime.service import Service, run_service
 from evolving.runtime.settings import SettingsError
 from evolving.runtime.settings_loader import load
 from evolving.runtime.store import Store
+from evolving.runtime.tasks import end_tasks
 from evolving.v1 import gateway_pb2_grpc
 from evolving_gateway.beginning import Beginning
 from evolving_gateway.directory import DirectoryClient
 from evolving_gateway.known import KnownRequests
 from evolving_gateway.metrics import GatewayMetrics
 from evolving_gateway.nodes import Cluster
+from evolving_gateway.open_levels import OpenReporter, OpenRequests
 from evolving_gateway.request import Desk
 from evolving_gateway.router import Router
 from evolving_gateway.service import GatewayService
 from evolving_gateway.settings import GatewaySettings
 from evolving_gateway.tokens import BadModelDirectory, Tokenizer
 
+_FAREWELL_S = 1.0
 _log = get_logger(__name__)
 
 
@@ -55,6 +60,8 @@ async def run_gateway(service: Service[GatewaySettings], store: Store) -> None:
         timeout_s=settings.directory_timeout_s,
         finish_retry_s=settings.finish_retry_s,
     )
+    planner = FollowingChannel(token=token, max_message_bytes=settings.max_message_bytes)
+    open_requests = OpenRequests(clock.now_s())
     metrics = GatewayMetrics(service.metrics)
     desk = Desk(
         settings=settings,
@@ -64,6 +71,7 @@ async def run_gateway(service: Service[GatewaySettings], store: Store) -> None:
         beginning=Beginning(directory, Contexts(settings.context_cache_bytes), settings.partition_id),
         tokenizer=tokenizer,
         metrics=metrics,
+        open_requests=open_requests,
     )
     known = KnownRequests(settings.known_requests, settings.known_requests_age_s)
     service.server.add(
@@ -80,12 +88,18 @@ async def run_gateway(service: Service[GatewaySettings], store: Store) -> None:
             "split": cluster.watch_split(),
             "stale split": cluster.refresh_split(),
             "directory": directory.follow(store),
+            "planner": follow_leader(store, keys, "planner", planner.go_to),
         }.items():
             service.spawn(loop, name)
-        service.announce(store, "gateway")
+        service.announce(store, "gateway", service.address)
+        reporter = OpenReporter(open_requests, planner, settings.partition_id, service.address, clock, service.metrics)
+        reporting = service.spawn(reporter.run(), "open requests")
         await service.serve()
+        await end_tasks(reporting)
+        await reporter.farewell(min(_FAREWELL_S, service.remaining_s() / 2))
         await _tell_ends(directory, service)
     finally:
+        await planner.close()
         await directory.close()
         await cluster.close()
         if tokenizer is not None:

@@ -32,6 +32,7 @@ from evolving_gateway.errors import DirectoryRefused, QueueFull, TooLongToMove
 from evolving_gateway.known import Claim
 from evolving_gateway.metrics import GatewayMetrics
 from evolving_gateway.nodes import Cluster
+from evolving_gateway.open_levels import OpenRequests
 from evolving_gateway.output import Gap, Output, Step
 from evolving_gateway.recovery import Recovery
 from evolving_gateway.router import NOWHERE, ModelFacts, Router
@@ -55,6 +56,7 @@ class Desk:
     beginning: Beginning
     tokenizer: Tokenizer | None
     metrics: GatewayMetrics
+    open_requests: OpenRequests
 
 
 class Request:
@@ -88,6 +90,7 @@ class Request:
         self._reuse = gateway_pb2.Reuse()
         self._version = 0
         self._begun_s = 0.0
+        self._open = False
         self._requotes = 0
         self._prefill_node_id = ""
         self._report = Report()
@@ -116,6 +119,8 @@ class Request:
                 async for event in events:
                     yield event
         finally:
+            if self._open:
+                self._desk.open_requests.ended(self._desk.clock.now_s())
             if owed and not claim.superseded:
                 self._desk.beginning.finish(self._tenant, self._request.request_id, self._request.branch)
 
@@ -182,8 +187,11 @@ class Request:
         """One attempt. Raises Requoted, RoleSwitched, LegFailed."""
         attempt = Attempt(self._job(), self._plan(score), self._desk.cluster, self._desk.router)
         self._desk.metrics.attempts.inc()
-        if not self._prefill_node_id:
-            self._desk.metrics.route.observe(self._desk.clock.now_s() - self._begun_s)
+        if not self._open:  # nothing refused it
+            now_s = self._desk.clock.now_s()
+            self._open = True
+            self._desk.open_requests.opened(now_s)
+            self._desk.metrics.route.observe(now_s - self._begun_s)
         self._prefill_node_id, self._report = score.node_id, attempt.report
         _log.debug("routed", node_id=score.node_id, reason=decision.reason, candidates=decision.candidates)
         async with aclosing(attempt.run()) as events:
