@@ -131,7 +131,7 @@ async def test_a_prefill_takes_what_equation_1_says() -> None:
         tokens = prompt(1, 200)
         work = asyncio.ensure_future(prefill_only(node, tokens))
         await pass_time(clock, work)
-        chunks = [PrefillSums(128, query_key_pairs(128, 0), 0, 0), PrefillSums(72, query_key_pairs(72, 128), 0, 128)]
+        chunks = [PrefillSums(128, query_key_pairs(128, 0)), PrefillSums(72, query_key_pairs(72, 128))]
         whole_s = sum(PREFILL.prefill_iteration_s(chunk) for chunk in chunks) / 2.0
         assert work.result().prefill_s == pytest.approx(whole_s)
         await node.engine.free_l1()
@@ -162,7 +162,7 @@ async def test_decode_goes_first_and_waits_for_one_chunk_at_most() -> None:
         await pass_time(clock, competing.task)
         assert prefill.task.done()
         alone_s = DECODE.decode_iteration_s(1, 40) / 2.0
-        chunk_s = PREFILL.prefill_iteration_s(PrefillSums(128, query_key_pairs(128, 1400), 0, 1400)) / 2.0
+        chunk_s = PREFILL.prefill_iteration_s(PrefillSums(128, query_key_pairs(128, 1400))) / 2.0
         gaps = np.diff(times)
         assert gaps.max() <= alone_s + chunk_s
         assert (gaps > alone_s).sum() >= 10, "chunks and decode iterations took turns"

@@ -28,7 +28,7 @@ class IterationSums:
     context_tokens: int = 0  # Σcontext of the requests that decoded, the token fed included
 
     def minus(self, earlier: IterationSums) -> IterationSums:
-        """What came on top of `earlier`."""
+        """What came on top of `earlier`, sums since the same start."""
         return IterationSums(
             iterations=self.iterations - earlier.iterations,
             busy_s=self.busy_s - earlier.busy_s,
@@ -52,7 +52,16 @@ class IterationWindow:
     decode: IterationSums = field(default_factory=IterationSums)  # decoded only
     mixed: IterationSums = field(default_factory=IterationSums)  # did both in one forward pass; no rows of a fit
     cold_iterations: int = 0  # in none of the sums: the first ones of the engine's life
-    reused_tokens: int = 0  # Σt_c over the prompts whose first chunk ran, each prompt once, cold ones left out too
+
+    def reaches(self, earlier: IterationWindow) -> bool:
+        """Whether no kind of iteration was counted less often than in `earlier`: between totals of one life of an
+        engine, whether these are the later ones."""
+        return (
+            self.prefill.iterations >= earlier.prefill.iterations
+            and self.decode.iterations >= earlier.decode.iterations
+            and self.mixed.iterations >= earlier.mixed.iterations
+            and self.cold_iterations >= earlier.cold_iterations
+        )
 
     def since(self, earlier: IterationWindow) -> IterationWindow:
         """The window from `earlier` to here, both being sums since the same start."""
@@ -61,7 +70,6 @@ class IterationWindow:
             decode=self.decode.minus(earlier.decode),
             mixed=self.mixed.minus(earlier.mixed),
             cold_iterations=self.cold_iterations - earlier.cold_iterations,
-            reused_tokens=self.reused_tokens - earlier.reused_tokens,
         )
 
 
@@ -100,18 +108,12 @@ class IterationMeter:
     _prefills: int = field(init=False, default=0)  # iterations that computed prompts, cold ones included
     _decodes: int = field(init=False, default=0)
     _cold: int = field(init=False, default=0)
-    _reused_tokens: int = field(init=False, default=0)
 
     def add(
-        self,
-        busy_s: float,
-        prefill: PrefillSums | None = None,
-        reused_tokens: int = 0,
-        requests: int = 0,
-        context_tokens: int = 0,
+        self, busy_s: float, prefill: PrefillSums | None = None, requests: int = 0, context_tokens: int = 0
     ) -> None:
         """One iteration that took `busy_s`: `prefill` of the prompts it computed (None: it computed none), `requests`
-        it decoded, whose contexts sum to `context_tokens`. `reused_tokens`: t_c of the prompts it was the first for."""
+        it decoded, whose contexts sum to `context_tokens`."""
         assert prefill is not None or requests > 0, "an iteration does something"
         self._prefills += prefill is not None
         self._decodes += requests > 0
@@ -120,7 +122,6 @@ class IterationMeter:
             self._cold += 1
             return
         sums = self._decode if prefill is None else self._mixed if requests else self._prefill
-        self._reused_tokens += reused_tokens
         sums.iterations += 1
         sums.busy_s += busy_s
         if prefill is not None:
@@ -136,7 +137,7 @@ class IterationMeter:
     def totals(self) -> IterationWindow:
         """Everything since the start."""
         kinds = (self._prefill.sums(), self._decode.sums(), self._mixed.sums())
-        return IterationWindow(*kinds, self._cold, self._reused_tokens)
+        return IterationWindow(*kinds, self._cold)
 
     def _expert_share(self, requests: int) -> float:
         routed = DecodeCoefficients(0.0, 0.0, 0.0, experts_per_token=self.experts_per_token, experts=self.experts)
@@ -144,7 +145,10 @@ class IterationMeter:
 
 
 class WindowCutter:
-    """Cuts the totals that an engine reports into windows of at least `window_s`, at the reports that complete them."""
+    """Cuts the totals that an engine reports into windows of at least `window_s`, at the reports that complete them.
+
+    The windows of a life, with the rest at its end, add up to the newest of its totals.
+    """
 
     def __init__(self, window_s: float) -> None:
         """Raises ValueError unless `window_s` is positive."""
@@ -153,21 +157,29 @@ class WindowCutter:
         self._window_s = window_s
         self._incarnation = ""
         self._began_s = 0.0
-        self._before = IterationWindow()
+        self._before = IterationWindow()  # what windows were cut from already
+        self._newest = IterationWindow()
 
     def add(self, now_s: float, incarnation: str, totals: IterationWindow) -> IterationWindow | None:
         """Take a report of an engine's life `incarnation`; the window that it completes, if it does.
 
-        What an engine did between its last full window and its end is in none. A window in which nothing ran is
-        empty, not left out.
+        The first report of another life begins its first window. Totals behind those of an earlier report of the same
+        life are old news and say nothing. A window in which nothing ran is empty, not left out.
         """
         if incarnation != self._incarnation:
-            self._incarnation, self._began_s, self._before = incarnation, now_s, totals
-            return None
-        if now_s - self._began_s < self._window_s:
-            return None
-        window = totals.since(self._before)
-        self._began_s, self._before = now_s, totals
+            self._incarnation, self._began_s = incarnation, now_s
+            self._before = self._newest = IterationWindow()
+        if totals.reaches(self._newest):
+            self._newest = totals
+        return self._cut(now_s) if now_s - self._began_s >= self._window_s else None
+
+    def rest(self, now_s: float) -> IterationWindow:
+        """What was reported and is in no window yet, however short; the next window begins here."""
+        return self._cut(now_s)
+
+    def _cut(self, now_s: float) -> IterationWindow:
+        window = self._newest.since(self._before)
+        self._began_s, self._before = now_s, self._newest
         return window
 
 
@@ -181,13 +193,13 @@ class Mix:
 
 def measure_mix(windows: Iterable[IterationWindow]) -> Mix:
     """ū and ρ over `windows`."""
-    iterations, new_tokens, restored, reused = 0, 0.0, 0.0, 0
+    iterations, new_tokens, restored, reused = 0, 0.0, 0.0, 0.0
     for window in windows:
         for sums in (window.prefill, window.mixed):
             iterations += sums.iterations
             new_tokens += sums.prefill.uncached_tokens
             restored += sums.prefill.restored_tokens
-        reused += window.reused_tokens
+            reused += sums.prefill.cached_tokens
     return Mix(
         new_tokens_per_iteration=new_tokens / iterations if iterations else None,
         restored_share=min(1.0, restored / reused) if reused else None,

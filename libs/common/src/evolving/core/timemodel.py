@@ -11,12 +11,16 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, slots=True)
 class PrefillSums:
-    """What one prefill iteration, or one window of them, worked on, summed over its requests."""
+    """What one prefill iteration, or one window of them, worked on, summed over its requests.
+
+    Of a request computed in chunks, each iteration has the tokens and pairs of its own chunk; what the request reuses
+    is in the iteration of its first chunk alone, so that sums over its iterations are the work of the request.
+    """
 
     uncached_tokens: float = 0.0  # Σt_uc: tokens computed
     query_key_pairs: float = 0.0  # ΣA; summed per request, never recomputed from means
     restored_tokens: float = 0.0  # Σt_rst: cached tokens brought from host to device memory
-    cached_tokens: float = 0.0  # Σt_c: tokens of prefix that attention reads and nobody computes
+    cached_tokens: float = 0.0  # Σt_c: tokens of prefix that nobody computes
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ functions are pure.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from evolving.core.timemodel import PrefillCoefficients, PrefillSums
 
@@ -68,11 +68,7 @@ def queue_service_s(
     if new_tokens_per_iteration <= 0:
         raise ValueError(f"new tokens per iteration must be positive, got {new_tokens_per_iteration}")
     works = tuple(works)
-    if not works:
-        return 0.0
-    sums = sum_work(works)
-    iterations = max(1.0, sums.uncached_tokens / new_tokens_per_iteration)
-    return coefficients.c0_s * iterations + coefficients.marginal_s(sums)
+    return _together_s(sum_work(works), coefficients, new_tokens_per_iteration) if works else 0.0
 
 
 def node_wait_s(
@@ -84,8 +80,18 @@ def node_wait_s(
     """W_n: seconds until a request queued now would be taken (the first two terms of equation 7).
 
     The remaining time of the running batch plus the service of the queue. `running` holds, per prefilling request,
-    what is left of it: tokens still to compute, and those already computed or reused as cached.
+    what is left of it: tokens still to compute, and those already computed or reused as cached, which the rest attends
+    to and which cost nothing more by themselves.
     """
-    return queue_service_s(running, coefficients, new_tokens_per_iteration) + queue_service_s(
-        queued, coefficients, new_tokens_per_iteration
-    )
+    queue_s = queue_service_s(queued, coefficients, new_tokens_per_iteration)
+    running = tuple(running)
+    if not running:
+        return queue_s
+    rest = replace(sum_work(running), restored_tokens=0.0, cached_tokens=0.0)
+    return _together_s(rest, coefficients, new_tokens_per_iteration) + queue_s
+
+
+def _together_s(sums: PrefillSums, coefficients: PrefillCoefficients, new_tokens_per_iteration: float) -> float:
+    """Seconds of requests that share iterations."""
+    iterations = max(1.0, sums.uncached_tokens / new_tokens_per_iteration)
+    return coefficients.c0_s * iterations + coefficients.marginal_s(sums)

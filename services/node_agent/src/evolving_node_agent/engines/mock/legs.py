@@ -76,7 +76,6 @@ class PrefillLeg:
     fetching: asyncio.Task[None] | None = None
     taken_s: float = 0.0  # clock when it left the queue
     cached: CachedTokens = field(default_factory=CachedTokens)
-    restored_tokens: int = 0  # L2 → L1, not yet charged to an iteration
     first_token: int = 0
     pulled: bool = False  # a decode leg has come for it
     partner: DecodeLeg | None = None  # the decode leg on this node that waits for it

@@ -26,7 +26,7 @@ from evolving_node_agent.engines.mock.fetching import LegFetch, ReadMeter
 from evolving_node_agent.engines.mock.jobs import check_job, draw, finish, generated_tokens
 from evolving_node_agent.engines.mock.keeping import Keeping
 from evolving_node_agent.engines.mock.legs import DecodeLeg, DecodeStage, Leg, PrefillLeg, PrefillStage
-from evolving_node_agent.engines.mock.plan import Chunk, plan_chunks, reused_tokens, sums
+from evolving_node_agent.engines.mock.plan import Chunk, plan_chunks, sums
 from evolving_node_agent.engines.mock.readers import KvReaders, StatusReaders
 from evolving_node_agent.engines.mock.rendezvous import Rendezvous
 from evolving_node_agent.engines.mock.status import Progress, engine_status
@@ -283,10 +283,10 @@ class Life:
 
     async def _run_prefill(self, chunks: Sequence[Chunk]) -> None:
         began_s = self.clock.now_s()
-        work, reused = sums(chunks), reused_tokens(chunks)
+        work = sums(chunks)
         await self._take_s(self.config.prefill.prefill_iteration_s(work))
         self._prefill(chunks)
-        self.progress.meter.add(self.clock.now_s() - began_s, work, reused)
+        self.progress.meter.add(self.clock.now_s() - began_s, work)
 
     def _decode(self, batch: Sequence[DecodeLeg]) -> None:
         for leg in batch:
@@ -311,7 +311,6 @@ class Life:
             if leg.stage is not PrefillStage.RUNNING:
                 continue
             leg.kv.compute(chunk.tokens)
-            leg.restored_tokens = 0
             self.progress.prefill_tokens += chunk.tokens
             if leg.left == 0:
                 self._complete(leg)
@@ -345,7 +344,6 @@ class Life:
         size = self.config.block_tokens
         from_peers = leg.fetch.blocks_from_peers(in_l1, in_l1 + from_l2)
         leg.cached = CachedTokens(in_l1 * size, (from_l2 - from_peers) * size, from_peers * size)
-        leg.restored_tokens = leg.cached.restored
         leg.taken_s = now_s = self.clock.now_s()
         leg.events.put(Taken(now_s - leg.queued_s, leg.fetch.read_s(now_s), leg.fetch.hidden_s(now_s)))
         return True

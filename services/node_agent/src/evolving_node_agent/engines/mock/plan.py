@@ -17,6 +17,11 @@ class Chunk:
     leg: PrefillLeg
     tokens: int
 
+    @property
+    def is_first(self) -> bool:
+        """Whether all that comes before it is reused."""
+        return self.leg.kv.tokens == self.leg.cached.total
+
 
 def plan_chunks(running: Iterable[PrefillLeg], chunk_tokens: int) -> list[Chunk]:
     """Fill one chunk from started prompts, in the order they were started; several short ones share it."""
@@ -31,16 +36,11 @@ def plan_chunks(running: Iterable[PrefillLeg], chunk_tokens: int) -> list[Chunk]
     return chunks
 
 
-def reused_tokens(chunks: Sequence[Chunk]) -> int:
-    """t_c of the prompts that begin with these chunks."""
-    return sum(chunk.leg.cached.total for chunk in chunks if chunk.leg.kv.tokens == chunk.leg.cached.total)
-
-
 def sums(chunks: Sequence[Chunk]) -> PrefillSums:
     """What equation 1 of the paper wants to know of an iteration."""
     return PrefillSums(
         uncached_tokens=sum(chunk.tokens for chunk in chunks),
         query_key_pairs=sum(query_key_pairs(chunk.tokens, chunk.leg.kv.tokens) for chunk in chunks),
-        restored_tokens=sum(chunk.leg.restored_tokens for chunk in chunks),
-        cached_tokens=sum(chunk.leg.kv.tokens for chunk in chunks),
+        restored_tokens=sum(chunk.leg.cached.restored for chunk in chunks if chunk.is_first),
+        cached_tokens=sum(chunk.leg.cached.total for chunk in chunks if chunk.is_first),
     )

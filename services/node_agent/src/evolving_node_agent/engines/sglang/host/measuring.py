@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from evolving.core.timemodel import PrefillSums
-from evolving.core.work import PrefillWork, sum_work
-
-from .legs import Phase, PrefillLeg
+from evolving.core.work import query_key_pairs
 
 # What models call them in their configuration: the number of routed experts, and of those a token is sent to.
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
@@ -18,7 +16,6 @@ class BatchWork(NamedTuple):
     """What one batch is about to work on: what `IterationMeter.add` takes after the time."""
 
     prefill: PrefillSums | None
-    reused_tokens: int
     requests: int
     context_tokens: int
 
@@ -34,14 +31,18 @@ def experts_of(model_config: Any) -> tuple[int, int]:
 
 
 def batch_work(batch: Any) -> BatchWork:
-    """Before the batch runs, and before its legs leave the queue: that is how their first chunk is known."""
+    """Before the batch runs."""
     if not batch.forward_mode.is_extend():
-        return BatchWork(None, 0, len(batch.reqs), sum(request.seqlen for request in batch.reqs))
+        return BatchWork(None, len(batch.reqs), sum(request.seqlen for request in batch.reqs))
     decoding = batch.decoding_reqs or () if batch.forward_mode.is_mixed() else ()
-    prompts = len(batch.reqs) - len(decoding)  # those that decode come last
-    works, reused_tokens = [], 0
-    for request, new, before in zip(batch.reqs[:prompts], batch.extend_lens, batch.prefix_lens, strict=False):
-        first = isinstance(request.leg, PrefillLeg) and request.leg.phase is Phase.QUEUED
-        works.append(PrefillWork(int(new), int(before), int(request.cached_tokens_host) if first else 0))
-        reused_tokens += int(before) if first else 0
-    return BatchWork(sum_work(works), reused_tokens, len(decoding), sum(request.seqlen for request in decoding))
+    prompts = batch.reqs[: len(batch.reqs) - len(decoding)]  # those that decode come last
+    # (request, tokens to compute, tokens before them)
+    chunks = [*zip(prompts, map(int, batch.extend_lens), map(int, batch.prefix_lens), strict=False)]
+    first = [(request, before) for request, _, before in chunks if request.extend_batch_idx == 1]
+    sums = PrefillSums(
+        uncached_tokens=sum(new for _, new, _ in chunks),
+        query_key_pairs=sum(query_key_pairs(new, before) for _, new, before in chunks),
+        restored_tokens=sum(int(request.cached_tokens_host) for request, _ in first),
+        cached_tokens=sum(before for _, before in first),
+    )
+    return BatchWork(sums, len(decoding), sum(request.seqlen for request in decoding))
