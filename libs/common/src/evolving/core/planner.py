@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from evolving.core.errors import CoreError, InvalidArgument
-from evolving.core.modes import Hold, hold_in_force
+from evolving.core.modes import Hold, Mode, hold_in_force
 from evolving.core.terms import Role
 
 if TYPE_CHECKING:
@@ -113,8 +113,9 @@ class Decision:
     prefill_share: float
     # The operator's hold in force from here on: no switch by throughput. None: there is none.
     hold: Hold | None = None
-    # What was measured; None: the decision did not ask for it.
+    # What was measured, and the mode that says what becomes of it; None: the decision did not ask for them.
     evaluation: Evaluation | None = None
+    mode: Mode | None = None
 
     @property
     def changes_split(self) -> bool:
@@ -250,6 +251,22 @@ def propose_changes(
     )
 
 
+def propose_keep(
+    split: Split,
+    *,
+    expected_epoch: int,
+    reason: str,
+    author: str,
+    prefill_share: float,
+    now_s: float,
+    hold: Hold,
+) -> Decision:
+    """An operator holds the split as it is. Raises EpochChanged."""
+    _check_epoch(split, expected_epoch)
+    text = reason or "operator holds the split as it is"
+    return make_decision(split, split.roles, DecisionKind.OPERATOR, text, author, prefill_share, now_s, hold=hold)
+
+
 def release(split: Split, *, reason: str, author: str, prefill_share: float, now_s: float) -> Decision:
     """An operator ends a hold: the split stays as it is until measurements say otherwise."""
     text = reason or "operator released the split"
@@ -265,6 +282,7 @@ def follow_membership(
     author: str,
     now_s: float,
     hold: Hold | None = None,
+    warm: Collection[str] | None = None,
 ) -> Decision | None:
     """What becomes of the split now that exactly `live` nodes are there; None: it already fits them.
 
@@ -272,10 +290,12 @@ def follow_membership(
 
     Nodes that stay keep their roles, unless a phase would be left without a node. Nodes that join are assigned
     towards `prefill_share`. The first split of all is `initial` once that many nodes are there; without `initial`,
-    half of the nodes prefill, rounded up, once there are two.
+    half of the nodes prefill, rounded up, once there are two. `warm`: the nodes that count for that, having served both
+    phases for long enough; None: all do.
     """
     if split.epoch == 0:
-        return _first_split(split, live, initial, author, now_s, hold)
+        ready = len(live) if warm is None else len(set(live) & set(warm))
+        return _first_split(split, live, ready, initial, author, now_s, hold)
     joined = sorted(set(live) - set(split.roles))
     lost = sorted(set(split.roles) - set(live))
     if not live or not (lost or (joined and len(live) > 1)):
@@ -308,13 +328,14 @@ def default_shape(nodes: int) -> SplitShape:
 def _first_split(
     split: Split,
     live: Collection[str],
+    ready: int,
     initial: SplitShape | None,
     author: str,
     now_s: float,
     hold: Hold | None,
 ) -> Decision | None:
     wanted_nodes = initial.total if initial else 2
-    if len(live) < wanted_nodes:
+    if ready < wanted_nodes:
         return None
     shape = initial or default_shape(len(live))
     first, later = sorted(live)[: shape.total], sorted(live)[shape.total :]
@@ -373,6 +394,7 @@ def make_decision(
     *,
     hold: Hold | None = None,
     evaluation: Evaluation | None = None,
+    mode: Mode | None = None,
 ) -> Decision:
     """The decision that gives `split` these roles; its epoch grows only if they are others than before."""
     changed = dict(roles) != dict(split.roles)
@@ -388,4 +410,5 @@ def make_decision(
         prefill_share=prefill_share,
         hold=hold,
         evaluation=evaluation,
+        mode=mode,
     )

@@ -71,8 +71,22 @@ def says_something(measured: Slice, config: PlannerConfig) -> bool:
 
 
 def cooldown_ends_s(split: Split, config: PlannerConfig) -> float:
-    """Unix time from which a switch is possible again; an evaluation before that is worth repeating then."""
+    """Unix time from which a switch is possible again."""
     return split.written_at_s + config.cooldown_s
+
+
+def worth_repeating_at_s(split: Split, decision: Decision) -> float | None:
+    """Unix time at which a decision of `decide_by_throughput` is worth taking anew; None: with the next window.
+
+    That is when the cooldown ends which alone had stopped it.
+    """
+    evaluation = decision.evaluation
+    if evaluation is None or evaluation.best is None or decision.kind is not DecisionKind.STAY:
+        return None
+    if decision.mode is not Mode.AUTO or decision.hold is not None:
+        return None
+    ends_s = cooldown_ends_s(split, evaluation.config)
+    return ends_s if ends_s > decision.decided_at_s else None
 
 
 def evaluate(
@@ -129,6 +143,7 @@ def decide_by_throughput(
             now_s,
             hold=held,
             evaluation=evaluation,
+            mode=mode,
         )
     finding = f"{best.shape} gains {_gain_text(best)}"
     obstacle = _obstacle(split, live, evaluation, mode, held, now_s)
@@ -143,6 +158,7 @@ def decide_by_throughput(
         now_s,
         hold=held,
         evaluation=evaluation,
+        mode=mode,
     )
 
 
