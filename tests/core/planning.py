@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from evolving.core.config import Gate, PlannerConfig
+from evolving.core.planner import Split
 from evolving.core.slices import Slice
+from evolving.core.terms import Role
 from evolving.core.throughput import MeanWork, NodeModel
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.core.work import query_key_pairs
+
+NINE = [f"n{i}" for i in range(9)]
 
 
 def node_model(prefill: float = 1.0, decode: float = 1.0, slots: int = 64) -> NodeModel:
@@ -53,3 +58,18 @@ MODELS = st.builds(
     tokens_per_request=st.sampled_from([1.0, 3.0]),
 )
 WORKS = st.builds(mean_work, st.integers(1, 20_000), st.integers(0, 100_000), st.floats(0.5, 2000))
+
+
+@st.composite
+def planner_inputs(draw: st.DrawFn) -> tuple[Split, dict[str, NodeModel], list[Slice], PlannerConfig]:
+    """A split, its nodes' models, ten slices and a configuration. Some slices say nothing; in most cases work changes
+    little from slice to slice, so that gains pass the gate."""
+    nodes = [f"n{i}" for i in range(draw(st.integers(2, 6)))]
+    kinds = draw(st.lists(MODELS, min_size=1, max_size=3))
+    models = {node: draw(st.sampled_from(kinds)) for node in nodes}
+    roles = {node: draw(st.sampled_from([Role.PREFILL, Role.DECODE] * 2 + [Role.MIXED])) for node in nodes}
+    works = draw(st.lists(WORKS, min_size=1, max_size=2))
+    one = st.builds(a_slice, st.sampled_from(works), st.just(0.0) | st.floats(0.01, 300), st.integers(0, 30))
+    steady = st.builds(a_slice, st.sampled_from(works), st.floats(50, 60))
+    slices = draw(st.lists(draw(st.sampled_from([one, steady, steady])), min_size=10, max_size=10))
+    return Split(2, roles), models, slices, PlannerConfig(gate=draw(st.sampled_from(Gate)))

@@ -1,4 +1,4 @@
-"""The planner's test of gains (paper, section 4.3), and how often noise passes it."""
+"""The planner's test of gains (paper, section 4.3). How often noise passes it is in test_planner_properties.py."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import itertools
 import math
 import statistics
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +15,6 @@ from evolving.core.gate import judge
 
 PAPER, DEFAULT = PlannerConfig(gate=Gate.PAPER), PlannerConfig(gate=Gate.DEFAULT)
 GAINS = st.lists(st.floats(-1, 5), min_size=2, max_size=12)
-TRIALS, SLICES, CANDIDATES = 10_000, 10, 8
 
 
 def test_the_paper_s_gate_is_twice_the_standard_error() -> None:
@@ -63,24 +61,3 @@ def test_the_correlation_is_taken_for_a_half_at_most_and_never_for_less_than_non
 def test_what_passes_the_default_gate_passes_the_paper_s(gains: list[float]) -> None:
     if judge(gains, DEFAULT).passes:
         assert judge(gains, PAPER).passes
-
-
-def noise_passes(config: PlannerConfig, sd: float) -> tuple[float, float]:
-    """Shares of candidates that pass, and of windows in which one of eight does, on Gaussian gains of mean zero."""
-    draws = np.random.default_rng(2025).normal(0.0, sd, size=(TRIALS // CANDIDATES, CANDIDATES, SLICES))
-    passes = np.array([[judge(gains, config).passes for gains in window] for window in draws.tolist()])
-    per_candidate, family_wise = float(passes.mean()), float(passes.any(axis=1).mean())
-    print(f"{config.gate} gate, sd {sd:.0%}: {per_candidate:.2%} of candidates, {family_wise:.1%} of windows of eight")
-    return per_candidate, family_wise
-
-
-def test_noise_passes_as_often_as_student_says() -> None:
-    """With nine degrees of freedom 3.8 % lie above 2. Of windows with eight independent candidates more than a quarter
-    would switch for nothing; real candidates share their slices, see test_replan.py."""
-    paper, paper_windows = noise_passes(PAPER, 0.1)
-    assert paper == pytest.approx(0.038, abs=0.006)
-    assert paper_windows == pytest.approx(1 - (1 - 0.038) ** CANDIDATES, abs=0.04)
-    for sd in (0.1, 0.01):
-        default, default_windows = noise_passes(DEFAULT, sd)
-        assert default < paper
-        assert default_windows < paper_windows

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pytest
-from core.planning import MODELS, WORKS, a_slice, mean_work, node_model
+from core.planning import NINE, a_slice, mean_work, node_model, planner_inputs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +22,6 @@ from evolving.core.terms import Role
 from evolving.core.throughput import NodeModel, throughput
 
 P, D, M, X = Role.PREFILL, Role.DECODE, Role.MIXED, Role.DRAINING
-NINE = [f"n{i}" for i in range(9)]
 CONFIG = PlannerConfig()
 NOW_S = 10_000.0
 # The mix, of which 4P5D serves most: prompts of 3,000 new tokens after 60,000 cached ones, 400 decode iterations.
@@ -252,34 +251,20 @@ def test_an_evaluation_of_other_nodes_or_roles_switches_nothing() -> None:
     assert stays(decide(split, evaluation, live=NINE[1:]), split, "changed meanwhile")
 
 
-def inputs(data: st.DataObject) -> tuple[Split, dict[str, NodeModel], list[Slice], PlannerConfig]:
-    nodes = [f"n{i}" for i in range(data.draw(st.integers(2, 6)))]
-    kinds = data.draw(st.lists(MODELS, min_size=1, max_size=3))
-    models = {node: data.draw(st.sampled_from(kinds)) for node in nodes}
-    roles = {node: data.draw(st.sampled_from([P, P, D, D, M])) for node in nodes}
-    one = st.builds(a_slice, WORKS, st.just(0.0) | st.floats(0.01, 300), st.integers(0, 30))
-    slices = data.draw(st.lists(one, min_size=10, max_size=10))
-    return Split(2, roles), models, slices, PlannerConfig(gate=data.draw(st.sampled_from(Gate)))
+@given(inputs=planner_inputs())
+def test_what_an_evaluation_keeps_is_all_it_used(
+    inputs: tuple[Split, dict[str, NodeModel], list[Slice], PlannerConfig],
+) -> None:
+    split, models, slices, config = inputs
+    kept = evaluated(split, slices, models, config, list(models))
+    assert evaluate(kept.slices, kept.roles, kept.models, kept.config) == kept
 
 
-@given(data=st.data())
-def test_identical_inputs_give_identical_decisions(data: st.DataObject) -> None:
-    split, models, slices, config = inputs(data)
-    nodes = list(models)
-    shuffled = data.draw(st.permutations(nodes))
-    other_split = replace(split, roles={node: split.roles[node] for node in shuffled})
-    other_models = {node: models[node] for node in shuffled}
-    first = decide(split, evaluated(split, slices, models, config, nodes), live=nodes)
-    again = decide(other_split, evaluated(other_split, slices, other_models, config, shuffled), live=shuffled)
-    assert again == first
-    assert first.evaluation is not None
-    kept = first.evaluation
-    assert evaluate(kept.slices, kept.roles, kept.models, kept.config) == kept, "what it keeps is all it used"
-
-
-@given(data=st.data())
-def test_a_switch_is_one_to_a_candidate_that_passes_and_leaves_each_phase_a_node(data: st.DataObject) -> None:
-    split, models, slices, config = inputs(data)
+@given(inputs=planner_inputs())
+def test_a_switch_is_one_to_a_candidate_that_passes_and_leaves_each_phase_a_node(
+    inputs: tuple[Split, dict[str, NodeModel], list[Slice], PlannerConfig],
+) -> None:
+    split, models, slices, config = inputs
     nodes = list(models)
     decision = decide(split, evaluated(split, slices, models, config, nodes), live=nodes)
     assert decision.reason
