@@ -6,7 +6,8 @@ One SGLang engine on CPU runs both phases under random load; equations 1 and 2 a
 it runs settings the fit never saw, in another order in each repeat, one kind of iteration at a time. Errors are means
 over all of those of |predicted − measured| / measured; repeat noise is how far one repeat of a setting lies from the
 mean of its others, which no model can tell. Beside it, prefill is predicted from total prompt length as Arrow does.
-Writes build/bench-fit.json. The bar: each error at most max(10 %, 1.5 × repeat noise), aim 7 %.
+Writes build/bench-fit.json. The bars: each error at most max(10 %, 1.5 × repeat noise), aim 7 %, and Arrow's several
+times ours. Exits with 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import typer
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
-from bench.fit_errors import KINDS, Sample, TotalLength, mean_error, repeat_noise, verdicts  # noqa: E402
+from bench.fit_errors import KINDS, Sample, TotalLength, bars, mean_error, repeat_noise  # noqa: E402
 from bench.fit_load import Recorder, Settings, warm_up  # noqa: E402
 from engine.sglang.driving import Node  # noqa: E402
 
@@ -118,7 +119,7 @@ def main(
     repeats: Annotated[int, typer.Option(help="Runs of each held-out setting.")] = 4,
     some: Annotated[int, typer.Option(help="About so many settings instead of all; 0: all.")] = 0,
 ) -> None:
-    """Measure and write build/bench-fit.json."""
+    """Measure, write build/bench-fit.json, and exit with 1 when a bar is missed."""
     began_s = time.monotonic()
     result = asyncio.run(measure(model_path, warm_up_s, window_s, repeats, some))
     result["seconds"] = time.monotonic() - began_s
@@ -127,7 +128,9 @@ def main(
         print(f"{kind:15s} error {result[kind]:.3f}, repeat noise {result['repeat_noise'][kind]:.3f}")
     for name in ("prefill_total_length_model", "prefill_total_length_model_at_best"):
         print(f"{name}: {result[name]:.3f}")
-    print(f"{verdicts(result)}; {OUTPUT}")
+    judged = bars(result)
+    print(*judged, OUTPUT, sep="\n")
+    raise typer.Exit(0 if all(bar.met for bar in judged) else 1)
 
 
 if __name__ == "__main__":
