@@ -1,6 +1,6 @@
 # The commands of the project; `make help` lists them. Everything they need, they install into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo up down status logs lint test bench-flip bench-directory bench-begin bench-engine bench-kv bench-fit images gen pin \
+.PHONY: help setup model demo up down status logs lint test bench-flip bench-switch bench-directory bench-begin bench-engine bench-kv bench-fit images gen pin \
   proto-baseline clean
 
 PYTHON ?= python3
@@ -69,6 +69,9 @@ test: $(MODEL)/.ready ## every test, real engines included
 
 bench-flip: $(MODEL)/.ready ## gaps between tokens with and without a role switch, into build/bench-flip.json
 	@$(BIN)/python tests/bench/bench_flip.py $(ARGS)
+
+bench-switch: $(MODEL)/.ready ## what role switches take and lose under load, ours and SGLang's own (ARGS=--quick), into build/bench-switch.json
+	@$(BIN)/python tests/bench/bench_switch.py $(ARGS)
 
 bench-directory: .venv/.ready ## the directory's core beside Dynamo's tree (ARGS=--size: 20 M copies), into build/bench-directory.json
 	@mkdir -p build
