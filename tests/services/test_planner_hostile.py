@@ -10,7 +10,7 @@ from waiting import eventually
 
 METHODS = [
     *(f"/evolving.v1.PlannerService/{name}" for name in ("GetSplit", "ProposeSplit", "ListDecisions", "GetModel")),
-    "/evolving.internal.v1.PlannerService/ReportWork",
+    *(f"/evolving.internal.v1.PlannerService/{name}" for name in ("ReportWork", "ReportOpen")),
 ]
 
 

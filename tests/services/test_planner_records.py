@@ -1,4 +1,4 @@
-"""The history of decisions: what is kept, what etcd can take, and what a work log keeps."""
+"""The history of decisions: what is kept, and what etcd can take."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from evolving.core.planner import Decision, DecisionKind, Split
-from evolving.core.terms import Phase, Role
+from evolving.core.terms import Role
 from evolving.runtime.keys import BadRecord
 from evolving_planner.records import History, decode_history, decode_split, encode_history, encode_split
-from evolving_planner.worklog import ReportOutcome, WorkLog, WorkSample
 
 
 def decision(epoch: int, nodes: int = 2) -> Decision:
@@ -81,25 +80,3 @@ def test_a_split_without_its_decision_is_completed_once() -> None:
     assert History().completed(Split()) == History()
     by_operator = history.completed(replace(split, author="operator:x"))
     assert by_operator.decisions[-1].kind is DecisionKind.OPERATOR
-
-
-def sample(number: int) -> WorkSample:
-    return WorkSample(str(number), Phase.DECODE, 0, 0, 0, 0.0, 5, 4, 0.1, float(number))
-
-
-def test_the_newest_samples_of_each_node_are_kept() -> None:
-    log = WorkLog(samples_per_node=3)
-    log.report("a", "1", 5, [sample(n) for n in range(5)])
-    log.report("b", "1", 1, [sample(9)])
-    assert [s.request_id for s in log.samples("a")] == ["2", "3", "4"]
-    log.keep_only({"a"})
-    assert log.samples("b") == ()
-
-
-def test_reports_are_taken_once_and_missing_ones_counted_within_an_incarnation() -> None:
-    log = WorkLog(samples_per_node=10)
-    assert log.report("a", "1", 5, [sample(1)]) == ReportOutcome(repeated=False, lost_reports=0)
-    assert log.report("a", "1", 5, [sample(1)]) == ReportOutcome(repeated=True, lost_reports=0)
-    assert log.report("a", "1", 8, [sample(2)]) == ReportOutcome(repeated=False, lost_reports=2)
-    assert log.report("a", "2", 1, [sample(3)]) == ReportOutcome(repeated=False, lost_reports=0)
-    assert [s.request_id for s in log.samples("a")] == ["1", "2", "3"]

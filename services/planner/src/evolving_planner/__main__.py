@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 
+from evolving.core.config import PlannerConfig
 from evolving.internal.v1 import planner_pb2_grpc as internal_grpc
 from evolving.runtime.election import Election
 from evolving.runtime.service import Service, run_service
 from evolving.runtime.settings_loader import load
 from evolving.runtime.store import Store
 from evolving.v1 import planner_pb2_grpc
+from evolving_planner.intake import IntakeService
+from evolving_planner.measures import Measures
 from evolving_planner.metrics import PlannerMetrics
 from evolving_planner.office import Office
-from evolving_planner.service import PlannerService, WorkService
+from evolving_planner.service import PlannerService
 from evolving_planner.settings import PlannerSettings
 from evolving_planner.view import LEADER_ROLE, View
-from evolving_planner.worklog import WorkLog
 
 
 async def run_planner(service: Service[PlannerSettings]) -> None:
@@ -37,13 +39,15 @@ async def _run(service: Service[PlannerSettings], store: Store) -> None:
         clock=clock,
         metrics=metrics,
     )
-    work = WorkService(settings.partition_id, view, office, WorkLog(settings.work_samples_per_node), clock, metrics)
+    intake = IntakeService(settings.partition_id, view, office, Measures(PlannerConfig()), clock, metrics)
     service.server.add(
         planner_pb2_grpc.add_PlannerServiceServicer_to_server,
         PlannerService(view, office, clock),
         "evolving.v1.PlannerService",
     )
-    service.server.add(internal_grpc.add_PlannerServiceServicer_to_server, work, "evolving.internal.v1.PlannerService")
+    service.server.add(
+        internal_grpc.add_PlannerServiceServicer_to_server, intake, "evolving.internal.v1.PlannerService"
+    )
     service.ready.require("view", "registered")
     address = await service.start()
     registration = service.announce(store, "planner")

@@ -1,8 +1,7 @@
-"""The planner's gRPC methods. Any planner answers reads; only the leading one takes proposals and work."""
+"""The planner's gRPC methods for operators. Any planner answers reads; only the leading one takes proposals."""
 
 from __future__ import annotations
 
-from evolving.core.errors import UnknownNode
 from evolving.core.planner import (
     Decision,
     Split,
@@ -11,19 +10,15 @@ from evolving.core.planner import (
     propose_changes,
     propose_shape,
 )
-from evolving.internal.v1 import planner_pb2 as internal_pb2
-from evolving.internal.v1 import planner_pb2_grpc as internal_grpc
 from evolving.runtime.clock import Clock
-from evolving.runtime.errors import InvalidRequest, NotLeader, NotReady, WrongPartition
+from evolving.runtime.errors import InvalidRequest, NotLeader, NotReady
 from evolving.runtime.guard import current_caller
 from evolving.runtime.store import Fenced
 from evolving.v1 import planner_pb2, planner_pb2_grpc
 from evolving.wire.status import Context
 from evolving_planner import wire
-from evolving_planner.metrics import PlannerMetrics
 from evolving_planner.office import Office
 from evolving_planner.view import View
-from evolving_planner.worklog import WorkLog
 
 _PAGE_DEFAULT, _PAGE_MAX = 50, 1000
 _LONGEST_REASON = 1000
@@ -118,40 +113,6 @@ class PlannerService(planner_pb2_grpc.PlannerServiceServicer):
         _require_loaded(self._view)
         nodes = sorted(self._view.nodes.values(), key=lambda node: node.node_id)
         return planner_pb2.GetModelResponse(nodes=[wire.model_to_proto(node) for node in nodes])
-
-
-class WorkService(internal_grpc.PlannerServiceServicer):
-    """evolving.internal.v1.PlannerService."""
-
-    def __init__(
-        self, partition_id: str, view: View, office: Office, log: WorkLog, clock: Clock, metrics: PlannerMetrics
-    ) -> None:
-        self._partition_id = partition_id
-        self._view = view
-        self._office = office
-        self._log = log
-        self._clock = clock
-        self._metrics = metrics
-
-    async def ReportWork(
-        self, request: internal_pb2.ReportWorkRequest, context: Context
-    ) -> internal_pb2.ReportWorkResponse:
-        """Keep the samples. A report that comes twice is taken once."""
-        if request.partition_id != self._partition_id:
-            raise WrongPartition(request.partition_id, self._partition_id)
-        if not self._office.is_leader():
-            self._log.clear()  # what was kept while leading is no use to the next office
-            raise not_leader(self._view, self._office)
-        if request.node_id not in self._view.nodes:
-            raise UnknownNode(f"no such node: {request.node_id!r}")
-        now_s = self._clock.now_s()
-        samples = [wire.sample_from_proto(sample, now_s) for sample in request.samples]
-        self._log.keep_only(self._view.nodes)
-        outcome = self._log.report(request.node_id, request.incarnation, request.sequence, samples)
-        self._metrics.work_report(outcome.repeated, outcome.lost_reports)
-        for sample in () if outcome.repeated else samples:
-            self._metrics.work_taken(sample.phase)
-        return internal_pb2.ReportWorkResponse()
 
 
 def _require_loaded(view: View) -> None:

@@ -24,9 +24,6 @@ class PlannerSettings(ServiceSettings):
     leader_ttl_s: float = Field(
         5.0, ge=1, le=60, description="a leader that could not renew for this long has lost its office, seconds"
     )
-    work_samples_per_node: int = Field(
-        4096, ge=16, le=1_000_000, description="work samples kept of each node, the newest ones"
-    )
     decisions_kept: int = Field(
         100, ge=1, le=1000, description="decisions kept in etcd with their reasons, the newest ones"
     )

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from evolving.core.planner import Decision, Split
-from evolving.core.terms import Phase, Role
-from evolving.internal.v1 import planner_pb2 as internal_pb2
+from evolving.core.terms import Role
 from evolving.runtime.errors import InvalidRequest
 from evolving.runtime.keys import NodeRegistration
 from evolving.v1 import common_pb2, planner_pb2
-from evolving_planner.worklog import WorkSample
-
-_LONGEST_ID = 256
 
 
 def role_to_proto(role: Role) -> common_pb2.Role.ValueType:
@@ -66,27 +62,4 @@ def model_to_proto(node: NodeRegistration) -> planner_pb2.NodeModel:
         prefill_coefficients_s=node.prefill_coefficients,
         decode_coefficients_s=node.decode_coefficients,
         source="config",
-    )
-
-
-def sample_from_proto(sample: internal_pb2.WorkSample, now_s: float) -> WorkSample:
-    """`now_s`: when the report came, by the planner's monotonic clock. Raises InvalidRequest."""
-    durations = (sample.query_key_pairs, sample.service_s, sample.age_s)
-    if int(sample.phase) not in set(Phase):
-        raise InvalidRequest(f"a work sample has no phase (number {sample.phase})")
-    if not all(0 <= value < float("inf") for value in durations):
-        raise InvalidRequest("query_key_pairs, service_s and age_s must be finite and at least 0")
-    if len(sample.request_id) > _LONGEST_ID:
-        raise InvalidRequest(f"request_id is longer than {_LONGEST_ID} characters")
-    return WorkSample(
-        request_id=sample.request_id,
-        phase=Phase(sample.phase),
-        uncached_tokens=sample.uncached_tokens,
-        cached_tokens=sample.cached_tokens,
-        restored_tokens=sample.restored_tokens,
-        query_key_pairs=sample.query_key_pairs,
-        output_tokens=sample.output_tokens,
-        iterations=sample.iterations,
-        service_s=sample.service_s,
-        completed_at_s=now_s - sample.age_s,
     )

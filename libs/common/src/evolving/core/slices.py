@@ -66,14 +66,20 @@ class _Level:
 class WorkWindow:
     """What was reported, until `forget`. Times are of the planner's clock. Each sample must be added once.
 
-    `unfinished_s`: a request whose decode is not heard of for this long after its prefill never will be.
+    `unfinished_s`: a request whose decode is not heard of for this long after its prefill never will be. What it holds
+    is bounded: beyond `requests_max` the one heard of longest ago goes for each that is new, beyond `levels_max` of a
+    gateway its oldest, and beyond `gateways_max` the gateway whose newest level is the oldest.
     """
 
     unfinished_s: float = 3600.0
+    requests_max: int = 100_000
+    levels_max: int = 10_000
+    gateways_max: int = 1000
     late_samples: int = field(init=False, default=0)  # came after a reading of the slice they belong to
-    lost_requests: int = field(init=False, default=0)  # forgotten with one of their halves missing
-    unreported_s: float = field(init=False, default=0.0)  # gaps between levels of one gateway, summed over gateways
-    _requests: dict[str, _Request] = field(init=False, default_factory=dict)
+    lost_requests: int = field(init=False, default=0)  # forgotten with a half missing, or without room to keep them
+    # Gaps between levels of one gateway, and levels without room to keep them, summed over gateways.
+    unreported_s: float = field(init=False, default=0.0)
+    _requests: dict[str, _Request] = field(init=False, default_factory=dict)  # in the order they were last heard of
     _levels: dict[str, list[_Level]] = field(init=False, default_factory=dict)  # by gateway
     _read_until_s: float = field(init=False, default=-math.inf)
     _forgotten_until_s: float = field(init=False, default=-math.inf)
@@ -109,11 +115,22 @@ class WorkWindow:
         if to_s <= max(from_s, until_s):
             return
         self.unreported_s += max(0.0, from_s - until_s)
-        self._levels.setdefault(gateway, levels).append(_Level(max(from_s, until_s), to_s, requests))
+        if not levels and len(self._levels) >= self.gateways_max:
+            longest_silent = min(self._levels, key=lambda known: self._levels[known][-1].to_s)
+            self.unreported_s += sum(level.to_s - level.from_s for level in self._levels.pop(longest_silent))
+        levels = self._levels.setdefault(gateway, levels)
+        levels.append(_Level(max(from_s, until_s), to_s, requests))
+        if len(levels) > self.levels_max:
+            oldest = levels.pop(0)
+            self.unreported_s += oldest.to_s - oldest.from_s
 
-    def slices(self, end_s: float, count: int, slice_s: float) -> tuple[Slice, ...]:
-        """The `count` slices of `slice_s` seconds up to `end_s`, oldest first. Each has its start, not its end."""
-        self._read_until_s = max(self._read_until_s, end_s)
+    def slices(self, end_s: float, count: int, slice_s: float, *, peek: bool = False) -> tuple[Slice, ...]:
+        """The `count` slices of `slice_s` seconds up to `end_s`, oldest first. Each has its start, not its end.
+
+        `peek`: they are read again, so what is still to come for them is not late.
+        """
+        if not peek:
+            self._read_until_s = max(self._read_until_s, end_s)
         edges_s = [end_s - slice_s * back for back in range(count, -1, -1)]
         completed: list[list[_Request]] = [[] for _ in range(count)]
         for request in self._requests.values():
@@ -149,17 +166,25 @@ class WorkWindow:
 
     def check_invariants(self) -> None:
         """Assert what must hold between any two calls."""
+        assert len(self._requests) <= self.requests_max
+        assert len(self._levels) <= self.gateways_max
         for request in self._requests.values():
             assert request.prefill is not None or not math.isnan(request.completed_s), "a request nothing was heard of"
             assert not request.completed_s > request.heard_s
             assert not request.completed_s < self._forgotten_until_s
         for levels in self._levels.values():
-            assert levels, "a gateway that said nothing"
+            assert 0 < len(levels) <= self.levels_max, "a gateway that said nothing, or too much"
             assert all(level.from_s < level.to_s for level in levels)
             assert all(a.to_s <= b.from_s for a, b in itertools.pairwise(levels)), "a moment counted twice"
 
     def _heard(self, request_id: str, done_s: float) -> _Request:
-        request = self._requests.setdefault(request_id, _Request(done_s))
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            request = _Request(done_s)
+            if len(self._requests) >= self.requests_max:
+                del self._requests[next(iter(self._requests))]
+                self.lost_requests += 1
+        self._requests[request_id] = request
         request.heard_s = max(request.heard_s, done_s)
         return request
 
