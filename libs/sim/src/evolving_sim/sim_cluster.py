@@ -114,7 +114,9 @@ class SimCluster:
         context = Context(
             request.request_id, request.prompt_tokens, size, pool_blocks, output_tokens_max=request.output_tokens
         )
-        views = [self._view(node, held[node_id], pool_blocks) for node_id, node in self.nodes.items()]
+        views = [
+            self._view(node, held[node.node_id], pool_blocks, node.wait_s) for node in self._candidates(Role.PREFILL)
+        ]
         chosen = choose_prefill(context, views, self.routing).chosen
         assert chosen is not None, "every node lives"
         assert chosen.work is not None
@@ -137,15 +139,19 @@ class SimCluster:
 
         self.events.at(free_s + node.config.fetch_fixed_s, Priority.ARRIVAL, over)
 
-    def _view(self, node: SimNode, held: Held, pool_blocks: int) -> NodeView:
+    def _candidates(self, phase: Role) -> list[SimNode]:
+        """The nodes that routing would not turn down for their role."""
+        serving = [node for node in self.nodes.values() if self.roles[node.node_id] in (phase, Role.MIXED)]
+        return serving or list(self.nodes.values())
+
+    def _view(self, node: SimNode, held: Held, pool_blocks: int, wait_s: float) -> NodeView:
         config = node.config
         backlog_s = max(0.0, self._reads_free_s[node.node_id] - self.events.now_s)
-        role = self.roles[node.node_id]
         return NodeView(
             node_id=node.node_id,
-            role=role,
+            role=self.roles[node.node_id],
             ready=True,
-            wait_s=0.0 if role is Role.DECODE else node.wait_s,
+            wait_s=wait_s,
             new_tokens_per_iteration=node.new_tokens_per_iteration,
             coefficients=config.prefill,
             kv_bytes_per_token=config.kv_bytes_per_token,
@@ -186,7 +192,7 @@ class SimCluster:
         request = leg.request
         size = self.configs[leg.source].block_tokens
         context = Context(request.request_id, request.prompt_tokens, size, output_tokens_max=request.output_tokens)
-        nodes = [self._decode_node(node, leg, request.prompt_tokens // size) for node in self.nodes.values()]
+        nodes = [self._decode_node(node, leg, request.prompt_tokens // size) for node in self._candidates(Role.DECODE)]
         chosen = choose_decode(context, nodes, self.routing).chosen
         assert chosen is not None, "every node lives"
         self.nodes[chosen.node_id].reserve(leg)
@@ -194,7 +200,7 @@ class SimCluster:
     def _decode_node(self, node: SimNode, leg: DecodeLeg, blocks: int) -> DecodeNode:
         held = node.kv.held(leg.request.branch, blocks)
         return DecodeNode(
-            node=self._view(node, held, held.any_blocks),
+            node=self._view(node, held, held.any_blocks, wait_s=0.0),
             slots_free=node.slots_free,
             decoding=node.decoding,
             context_tokens=node.context_tokens,
