@@ -53,6 +53,7 @@ class ClusterSpec:
     initial_split: str = "2P1D"
     node_flags: tuple[str, ...] = ()  # more flags for every node agent
     gateway_flags: tuple[str, ...] = ()  # more flags for every gateway
+    planner_flags: tuple[str, ...] = ()  # more flags for every planner
     service_flags: tuple[str, ...] = ()  # more flags for every service, nodes included
     start_timeout_s: float = 300.0
     grace_s: float = 20.0
@@ -183,7 +184,8 @@ class LocalCluster:
         """Start directory, planners and gateways."""
         self.start_service("directory", "directory", 0, "--data-dir", str(self.spec.state_dir / "directory"))
         for index in range(self.spec.planners):
-            self.start_service(_numbered("planner", index), "planner", 0, "--initial-split", self.spec.initial_split)
+            flags = ("--initial-split", self.spec.initial_split, *self.spec.planner_flags)
+            self.start_service(_numbered("planner", index), "planner", 0, *flags)
         has_tokenizer = (self.spec.model_path / "tokenizer.json").exists()
         tokenizer = ["--tokenizer-path", str(self.spec.model_path)] if has_tokenizer else []
         for index in range(self.spec.gateways):
