@@ -38,6 +38,16 @@ class LoopConfig:
             raise ValueError(f"report_s must be positive, got {self.report_s}")
 
 
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """A decision that changed the split."""
+
+    at_s: float
+    shape: str  # after it
+    moves: int
+    gain: float  # expected
+
+
 @dataclass(slots=True, eq=False)
 class PlannerLoop:
     """One planner. `begin` once; `decisions` grows, "stay" included."""
@@ -61,9 +71,9 @@ class PlannerLoop:
         self._every(self.config.planner.window_s, Priority.DECISION, self._window_ends)
 
     @property
-    def switches(self) -> list[Decision]:
+    def switches(self) -> list[Switch]:
         """The decisions that changed the split."""
-        return [decision for decision in self.decisions if decision.changes_split]
+        return [_switch(decision) for decision in self.decisions if decision.changes_split]
 
     def _every(self, period_s: float, priority: Priority, action: Callable[[], None]) -> None:
         begun_s, count = self.events.now_s, 0
@@ -138,8 +148,15 @@ class PlannerLoop:
         """Assert that nothing measured was lost, and that the split's epochs grow."""
         self.window.check_invariants()
         assert self.window.lost_requests == self.window.late_samples == 0
-        epochs = [decision.epoch_after for decision in self.switches]
+        epochs = [decision.epoch_after for decision in self.decisions if decision.changes_split]
         assert epochs == sorted(set(epochs))
+
+
+def _switch(decision: Decision) -> Switch:
+    assert decision.evaluation is not None
+    best = decision.evaluation.best
+    assert best is not None
+    return Switch(decision.decided_at_s, str(best.shape), len(best.moves), best.mean_gain)
 
 
 def shape_of(cluster: SimCluster) -> SplitShape:

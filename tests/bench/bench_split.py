@@ -1,0 +1,242 @@
+"""Whether the planner finds the split that serves most: against an exhaustive search over fixed ones, all simulated.
+
+    make bench-split            minutes, two processes (or: python tests/bench/bench_split.py)
+
+The planner is the product's core in virtual time; nodes, links and agents are simulated (libs/sim/README.md). Each
+fixed split of nine nodes serves the same agents; by what it served per second the splits are compared that planners end
+on. Writes build/bench-split.json and exits with 1 where a bar is missed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from bench.split_cases import (
+    BURST_AGENTS,
+    BURST_AT_S,
+    CASES,
+    END_S,
+    SHIFT,
+    SHIFT_FOLLOWED_S,
+    SHIFT_PERIOD_S,
+    STEADY_END_S,
+    WARM_S,
+    Case,
+    burst_scenario,
+    planner,
+    shift_scenario,
+)
+
+from evolving.core.config import Gate
+from evolving.core.planner import SplitShape
+from evolving_sim.driver import Run, Scenario, serve, shapes
+from evolving_sim.planner_loop import Switch
+from evolving_sim.results import Summary
+
+OUTPUT = Path(__file__).resolve().parents[2] / "build" / "bench-split.json"
+PROCESSES = 2
+NODES = 9
+SHORT_MOST = 0.02
+SWITCHES_MOST = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """What a planner did in a run."""
+
+    start: str
+    gate: str
+    switches: tuple[Switch, ...]
+    reasons: tuple[str, ...]  # of every decision, in order
+
+    def stands_at(self, now_s: float) -> str:
+        """The split in force after what was decided up to then."""
+        before = [switch.shape for switch in self.switches if switch.at_s <= now_s]
+        return before[-1] if before else self.start
+
+
+def plan(scenario: Scenario, end_s: float) -> Planned:
+    """Play a scenario that has a planner."""
+    run = Run(scenario)
+    run.until(end_s)
+    run.check_invariants()
+    assert run.planner is not None
+    assert scenario.planner is not None
+    reasons = tuple(decision.reason for decision in run.planner.decisions)
+    return Planned(str(scenario.shape), scenario.planner.planner.gate.value, tuple(run.planner.switches), reasons)
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """What every fixed split served, requests/s."""
+
+    served: dict[str, Summary]
+
+    @property
+    def order(self) -> list[str]:
+        """Splits, the best first."""
+        return sorted(self.served, key=lambda shape: -self.served[shape].requests_per_s)
+
+    def short(self, shape: str) -> float:
+        """Share of the best split's throughput that another one lacks."""
+        return 1.0 - self.served[shape].requests_per_s / self.served[self.order[0]].requests_per_s
+
+    def as_json(self) -> dict[str, Any]:
+        """With the margin of the best over the one after it."""
+        best, after = self.order[:2]
+        rows = {shape: asdict(summary) for shape, summary in self.served.items()}
+        return {"best": best, "runner_up": after, "margin": self.short(after), "splits": rows}
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One thing to show."""
+
+    name: str
+    bar: str
+    value: str
+    met: bool
+
+
+class Bench:
+    """All runs, most of them asked for before the first is waited for."""
+
+    def __init__(self, pool: ProcessPoolExecutor) -> None:
+        self._pool = pool
+        self._fixed: dict[str, dict[str, Future[Summary]]] = {}
+        self.bars: list[Bar] = []
+        self.searched: dict[str, Searched] = {}
+        self.planned: dict[str, list[dict[str, Any]]] = {}
+
+    def run(self) -> None:
+        """Search, plan, compare."""
+        fixed = {case_key(case): self._search(case) for case in (*CASES, *SHIFT)}
+        steady = [
+            (case, self._plan(case.scenario(SplitShape.parse(start)), gate))
+            for case in CASES
+            for gate in Gate
+            for start in case.starts
+        ]
+        shifts = [self._pool.submit(plan, shift_scenario(gate), len(SHIFT) * SHIFT_PERIOD_S) for gate in Gate]
+        for key, runs in fixed.items():
+            self.searched[key] = Searched({shape: run.result() for shape, run in runs.items()})
+            told(f"{key}: " + ", ".join(f"{s} {r.requests_per_s:.3f}/s" for s, r in self.searched[key].served.items()))
+        best = SplitShape.parse(self.searched[case_key(CASES[0])].order[0])
+        bursts = [self._pool.submit(plan, burst_scenario(best, gate), STEADY_END_S) for gate in Gate]
+        for case in CASES:
+            self._best(case)
+        for case, run in steady:
+            self._steady(case, run.result())
+        for run in shifts:
+            self._shift(run.result())
+        for run in bursts:
+            self._burst(run.result())
+
+    def _search(self, case: Case) -> dict[str, Future[Summary]]:
+        key = case_key(case)
+        if key not in self._fixed:
+            self._fixed[key] = {
+                str(shape): self._pool.submit(serve, case.scenario(shape), shape, WARM_S, END_S)
+                for shape in shapes(NODES)
+            }
+        return self._fixed[key]
+
+    def _plan(self, scenario: Scenario, gate: Gate) -> Future[Planned]:
+        return self._pool.submit(plan, replace(scenario, planner=planner(gate)), STEADY_END_S)
+
+    def _best(self, case: Case) -> None:
+        if case.bests:
+            best = self.searched[case_key(case)].order[0]
+            self.bars.append(Bar(f"{case.name}: best split", " or ".join(case.bests), best, best in case.bests))
+
+    def _steady(self, case: Case, run: Planned) -> None:
+        searched = self.searched[case_key(case)]
+        last = run.stands_at(END_S)
+        short = searched.short(last)
+        self._keep(case.name, run, {"last": last, "short": short})
+        if run.gate == Gate.DEFAULT:
+            text = f"{last}, {short:.1%} short, {len(run.switches)} switches"
+            met = short <= SHORT_MOST and len(run.switches) <= SWITCHES_MOST
+            bar = f"<= {SHORT_MOST:.0%}, <= {SWITCHES_MOST}"
+            self.bars.append(Bar(f"{case.name} from {run.start}", bar, text, met))
+
+    def _burst(self, run: Planned) -> None:
+        after = [switch for switch in run.switches if switch.at_s >= BURST_AT_S]
+        self._keep("burst", run, {"agents": BURST_AGENTS, "at_s": BURST_AT_S, "switches_after": len(after)})
+        if run.gate == Gate.DEFAULT:
+            self.bars.append(Bar(f"burst of {BURST_AGENTS} at {run.start}", "0 switches", str(len(after)), not after))
+
+    def _shift(self, run: Planned) -> None:
+        rows = []
+        for number, case in enumerate(SHIFT):
+            searched = self.searched[case_key(case)]
+            stands = run.stands_at(number * SHIFT_PERIOD_S + SHIFT_FOLLOWED_S)
+            last = run.stands_at((number + 1) * SHIFT_PERIOD_S - 1.0)
+            row = {"period": case.name, "best": searched.order[0], "after_two_windows": stands, "last": last}
+            rows.append(row | {"short": searched.short(stands), "short_last": searched.short(last)})
+            if run.gate == Gate.DEFAULT:
+                text = f"{stands}, {searched.short(stands):.1%} short of {searched.order[0]}"
+                met = searched.short(stands) <= SHORT_MOST
+                self.bars.append(Bar(f"shift, two windows into {case.name}", f"<= {SHORT_MOST:.0%}", text, met))
+        self._keep("shift", run, {"periods": rows})
+
+    def _keep(self, name: str, run: Planned, more: dict[str, Any]) -> None:
+        self.planned.setdefault(name, []).append(asdict(run) | more)
+        switches = ", ".join(f"{switch.shape} at {switch.at_s:.0f} s" for switch in run.switches) or "no switch"
+        told(f"{name}, {run.gate} gate, from {run.start}: {switches}; {more}")
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it."""
+        return {
+            "simulated": True,
+            "searched": {key: searched.as_json() for key, searched in self.searched.items()},
+            "planned": self.planned,
+            "bars": [asdict(bar) for bar in self.bars],
+        }
+
+
+def case_key(case: Case) -> str:
+    """Cases of equal work and machine are searched once."""
+    agents = " + ".join(f"{count} {kind.name}" for kind, count in case.agents.items())
+    return f"{agents}, {case.machine.decode.experts} experts"
+
+
+def told(line: str) -> None:
+    """Show how far it is."""
+    print(line, flush=True)
+
+
+def rows(bars: list[Bar]) -> Iterator[str]:
+    """A table, the missed bars marked."""
+    yield f"{'':44} {'bar':>16} {'value':>40}"
+    for bar in bars:
+        yield f"{bar.name:44} {bar.bar:>16} {bar.value:>40}  {'met' if bar.met else 'MISSED'}"
+
+
+def main() -> int:
+    """Run, write, show; 1 where a bar is missed."""
+    begun_s = time.monotonic()
+    with ProcessPoolExecutor(PROCESSES) as pool:
+        bench = Bench(pool)
+        bench.run()
+    result = bench.as_json() | {"wall_s": round(time.monotonic() - begun_s, 1)}
+    OUTPUT.parent.mkdir(parents=True, exist_ok=True)
+    OUTPUT.write_text(json.dumps(result, indent=1) + "\n")
+    print("\n" + "\n".join(rows(bench.bars)))
+    for key, searched in bench.searched.items():
+        best, after = searched.order[:2]
+        print(f"{key}: best {best}, {searched.short(after):.1%} before {after}")
+    print(f"{result['wall_s']:.0f} s; all figures are in {OUTPUT}")
+    return 0 if all(bar.met for bar in bench.bars) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
