@@ -60,6 +60,7 @@ def expected_output(prompt: Sequence[int], tokens: int) -> list[int]:
 class Script:
     """How a scripted node behaves; tests change it while it runs."""
 
+    hear: asyncio.Event = field(default_factory=asyncio.Event)  # set: prefill legs that came are answered
     take: asyncio.Event = field(default_factory=asyncio.Event)  # set: queued legs are taken
     start: asyncio.Event = field(default_factory=asyncio.Event)  # set: decode legs that have reserved start
     requotes: int = 0  # legs answered with requote, where the gateway allows it
@@ -86,6 +87,7 @@ class ScriptedNode(node_agent_pb2_grpc.NodeAgentServiceServicer):
     def __init__(self, node_id: str) -> None:
         self.node_id = node_id
         self.script = Script()
+        self.script.hear.set()
         self.script.take.set()
         self.script.start.set()
         self.status = node_agent_pb2.WatchStatusResponse(
@@ -166,6 +168,7 @@ class ScriptedNode(node_agent_pb2_grpc.NodeAgentServiceServicer):
         script = self.script
         self.running.add(request.leg_id)
         try:
+            await script.hear.wait()
             if script.refuse_prefill:
                 await abort_with(context, script.refuse_prefill)
             if script.requotes and request.may_requote:
@@ -428,6 +431,7 @@ async def bench(*node_ids: str, directory: bool = True, **settings: object) -> A
                 yield Bench(store, nodes, scripted, service, stub, channel)
         finally:
             for node in nodes.values():
+                node.script.hear.set()
                 node.script.take.set()
                 node.script.resume.set()
             service.stop()

@@ -128,53 +128,62 @@ def failed(node: str = "n", reason: str = "DOWN", status: grpc.StatusCode = grpc
 
 
 def test_who_failed_is_avoided_until_nobody_is_left() -> None:
-    recovery = Recovery(attempts_max=5, recover_s=60, progress_s=0)
+    recovery = Recovery(attempts_max=5, recover_s=60)
     recovery.failed(failed("a"), 1)
     recovery.failed(failed("b", "NO_ROOM", grpc.StatusCode.RESOURCE_EXHAUSTED), 1)
     recovery.failed(failed("c", "QUEUE_FULL", grpc.StatusCode.RESOURCE_EXHAUSTED), 1)
     assert set(recovery.avoid_prefill) == {"a", "c"}
     assert set(recovery.avoid_decode) == {"a", "b"}
-    recovery.delivered = True
+    recovery.admitted = True
     recovery.nowhere(1)
     assert recovery.avoid_prefill == recovery.avoid_decode == {}
 
 
 def test_waits_grow_and_a_token_makes_them_short_again() -> None:
-    recovery = Recovery(attempts_max=100, recover_s=60, progress_s=0)
+    recovery = Recovery(attempts_max=100, recover_s=60)
     waits = [recovery.failed(failed(), 1) for _ in range(8)]
     assert max(waits) <= 2.0
     assert waits[-1] > waits[0]
-    recovery.progressed(2)
+    recovery.progressed()
     assert recovery.failed(failed(), 2) <= 0.1
     assert recovery.moves == 9
 
 
 def test_giving_up_by_count_by_time_and_for_nothing_there() -> None:
     with pytest.raises(NoNode):
-        Recovery(attempts_max=1, recover_s=60, progress_s=0).failed(failed(), 1)
+        Recovery(attempts_max=1, recover_s=60).failed(failed(), 1)
     with pytest.raises(NoNode):
-        Recovery(attempts_max=9, recover_s=60, progress_s=0).failed(failed(), 61)
+        Recovery(attempts_max=9, recover_s=60).nowhere(0)
+    recovery = Recovery(attempts_max=9, recover_s=60)
+    recovery.failed(failed(), 100)
+    recovery.failed(failed(), 160)
+    recovery.queued()
+    recovery.failed(failed(), 200)
     with pytest.raises(NoNode):
-        Recovery(attempts_max=9, recover_s=60, progress_s=0).nowhere(0)
+        recovery.failed(failed(), 261)
 
 
-def test_full_queues_are_the_client_s_to_wait_for_unless_it_has_tokens() -> None:
+def test_full_queues_are_the_client_s_to_wait_for_unless_it_had_a_place() -> None:
     full = failed("a", "QUEUE_FULL", grpc.StatusCode.RESOURCE_EXHAUSTED)
-    recovery = Recovery(attempts_max=9, recover_s=60, progress_s=0)
+    recovery = Recovery(attempts_max=2, recover_s=60)
     recovery.failed(full, 1)
     with pytest.raises(QueueFull) as raised:
         recovery.nowhere(1)
     assert raised.value.retry_after_s == 3.0
-    recovery.progressed(1)
-    recovery.failed(full, 1)
-    assert recovery.nowhere(1) > 0
+    recovery = Recovery(attempts_max=2, recover_s=60)
+    recovery.queued()
+    waits = []
+    for now_s in range(1, 2000, 100):
+        assert recovery.failed(full, now_s) == 0.0
+        assert set(recovery.avoid_prefill) == {"a"}
+        waits.append(recovery.nowhere(now_s))
+    assert 0 < waits[0] < max(waits) <= 2.0
+    assert (recovery.failures, recovery.moves) == (0, 0)
 
 
 def test_a_rejection_is_final() -> None:
     with pytest.raises(InvalidRequest, match="it broke"):
-        Recovery(attempts_max=9, recover_s=60, progress_s=0).failed(
-            failed("a", "REJECTED", grpc.StatusCode.INVALID_ARGUMENT), 1
-        )
+        Recovery(attempts_max=9, recover_s=60).failed(failed("a", "REJECTED", grpc.StatusCode.INVALID_ARGUMENT), 1)
 
 
 def test_end_tokens_are_stop_tokens_unless_ignored() -> None:

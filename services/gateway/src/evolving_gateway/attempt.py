@@ -206,10 +206,10 @@ class Attempt:
             self._events.interrupt(error)
 
     def _check_role(self) -> None:
-        """A request still in P's queue leaves when P no longer prefills, if another node does."""
+        """A request in P's queue, or on its way there, leaves when P no longer prefills, if another node does."""
         if self._taken or self._serves_prefill(self._plan.node):
             return
-        if any(self._serves_prefill(node) and node.ready for node in self._cluster.nodes.values()):
+        if any(self._serves_prefill(node) and node.ready for node in self._router.serving(self._job.model)):
             self._events.interrupt(RoleSwitched())
 
     def _serves_prefill(self, node: Node) -> bool:

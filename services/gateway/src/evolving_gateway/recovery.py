@@ -13,6 +13,7 @@ from evolving_gateway.errors import NoNode, QueueFull
 
 _BACKOFF_FIRST_S, _BACKOFF_MAX_S = 0.05, 2.0
 _RETRY_AFTER_S = 1.0
+_QUEUE_FULL = "QUEUE_FULL"
 # The node says that the request itself is impossible: every other node would say the same.
 _REJECTIONS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
 
@@ -23,18 +24,24 @@ class Recovery:
 
     attempts_max: int
     recover_s: float
-    progress_s: float  # when the request last got a token, or began
-    delivered: bool = False  # the client has tokens of this request
+    admitted: bool = False  # a node had it in its queue: from then on no queue is too long or too full for it
+    lost_since_s: float | None = None  # the first failure since it was last queued, or got a token
     failures: int = 0  # in a row, without a token between
+    full: int = 0  # times that all queues were full since it was last queued
     moves: int = 0  # in all
     avoid_prefill: dict[str, str] = field(default_factory=dict)
     avoid_decode: dict[str, str] = field(default_factory=dict)
     last: LegFailed | None = None
 
-    def progressed(self, now_s: float) -> None:
+    def queued(self) -> None:
+        """A node has it in its queue, or had, until its role switched."""
+        self.admitted = True
+        self.lost_since_s = None
+        self.full = 0
+
+    def progressed(self) -> None:
         """A token came: what failed before is forgiven."""
-        self.progress_s = now_s
-        self.delivered = True
+        self.queued()
         if self.failures:
             self.failures = 0
             self.forgive()
@@ -52,18 +59,20 @@ class Recovery:
         """
         if error.status in _REJECTIONS:
             raise InvalidRequest(f"the engine refused the request: {error.message}") from error
-        self.failures += 1
-        self.moves += 1
         self.last = error
         if not error.node_id:
             self.forgive()
-        elif error.reason != "QUEUE_FULL":
+        elif error.reason != _QUEUE_FULL:
             self.avoid_decode[error.node_id] = error.reason
         if error.node_id and error.reason != "NO_ROOM":
             self.avoid_prefill[error.node_id] = error.reason
+        if self._only_full():
+            return 0.0
+        self.failures += 1
+        self.moves += 1
         if self._tired(now_s):
             raise self.surrender()
-        return self._backoff_s()
+        return self._backoff_s(self.failures)
 
     def nowhere(self, now_s: float) -> float:
         """No node can be chosen: all are let in again; seconds to wait before the next look.
@@ -71,18 +80,28 @@ class Recovery:
         Raises what the client gets when waiting is no use: nothing was there from the start, or all queues are full.
         """
         full = self.last is not None and self.last.status is grpc.StatusCode.RESOURCE_EXHAUSTED
-        if (self.last is None or full) and not self.delivered:
-            raise self.surrender()
-        if self._tired(now_s):
+        if (self.last is None or full) and not self.admitted:
             raise self.surrender()
         self.forgive()
-        return self._backoff_s()
+        if self._only_full():
+            self.full += 1
+            return self._backoff_s(self.full)
+        if self._tired(now_s):
+            raise self.surrender()
+        return self._backoff_s(self.failures)
+
+    def _only_full(self) -> bool:
+        """Whether it only has to wait for a place in a queue, having lost its own: a switch or a lost node may send
+        more to the others than they have places."""
+        return self.admitted and self.last is not None and self.last.reason == _QUEUE_FULL
 
     def _tired(self, now_s: float) -> bool:
-        return self.failures >= self.attempts_max or now_s - self.progress_s > self.recover_s
+        if self.lost_since_s is None:
+            self.lost_since_s = now_s
+        return self.failures >= self.attempts_max or now_s - self.lost_since_s > self.recover_s
 
-    def _backoff_s(self) -> float:
-        backoff_s = min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2.0 ** min(self.failures, 10))
+    def _backoff_s(self, tries: int) -> float:
+        backoff_s = min(_BACKOFF_MAX_S, _BACKOFF_FIRST_S * 2.0 ** min(tries, 10))
         return backoff_s * (0.5 + random.random() / 2)
 
     def surrender(self) -> ServiceError:

@@ -85,7 +85,7 @@ class Request:
         self._sampling = fill_sampling(request.sampling, prompt.length, model, eos_ids)
         decoder = desk.tokenizer.tokenizer if desk.tokenizer else None
         self._output = Output(decoder, request.sampling.stop)
-        self._recovery = Recovery(desk.settings.attempts_max, desk.settings.recover_s, progress_s=arrived_s)
+        self._recovery = Recovery(desk.settings.attempts_max, desk.settings.recover_s)
         self._match = NOWHERE
         self._reuse = gateway_pb2.Reuse()
         self._version = 0
@@ -159,6 +159,8 @@ class Request:
                 self._desk.metrics.requotes.inc()
             except RoleSwitched:
                 self._desk.metrics.reroutes.inc()
+                self._recovery.queued()
+                self._requotes = 0  # waits elsewhere grow by what leaves the node: no fault of the request's
                 _log.info("left_queue", node_id=decision.chosen.node_id, reason="role switched")
             except LegFailed as error:
                 reason = self._over_already(stopped=False)
@@ -198,6 +200,7 @@ class Request:
             async for event in events:
                 match event:
                     case Queued():
+                        self._recovery.queued()
                         yield gateway_pb2.GenerateResponse(started=self._started(score))
                     case NewTokens(index, ids):
                         step = self._take(index, ids)
@@ -229,7 +232,7 @@ class Request:
     def _plan(self, score: PrefillScore) -> Plan:
         """What to send. Raises QueueFull for a new request that would wait too long, DeadlineExceeded."""
         settings = self._desk.settings
-        if score.wait_s > settings.max_wait_s and not self._recovery.delivered:
+        if score.wait_s > settings.max_wait_s and not self._recovery.admitted:
             hint_s = min(_LONGEST_RETRY_HINT_S, score.wait_s - settings.max_wait_s)
             raise QueueFull(f"the shortest queue is {score.wait_s:.0f} s long", retry_after_s=max(1.0, hint_s))
         node = self._desk.cluster.nodes[score.node_id]
@@ -254,7 +257,7 @@ class Request:
             assert self._report.decode_node_id, "the first token of an attempt never leaves a gap"
             raise _broken(self._report.decode_node_id, str(gap)) from gap
         if step.message is not None:
-            self._recovery.progressed(now_s)
+            self._recovery.progressed()
             if first:
                 self._desk.metrics.ttft.observe(now_s - self._arrived_s)
         return step

@@ -79,6 +79,14 @@ class Router:
             raise UnknownModel(f"no node serves {wanted!r}; served: {', '.join(named)}")
         return max(fitting, key=lambda facts: (len(models[facts]), facts.kv_format))
 
+    def serving(self, model: ModelFacts) -> list[Node]:
+        """The nodes of a model that may exchange KV, whatever their state."""
+        return [
+            node
+            for node in self._cluster.nodes.values()
+            if node.registration.model == model.model and node.registration.kv_format == model.kv_format
+        ]
+
     def prefill(
         self, model: ModelFacts, context: Context, match: directory_pb2.Match, excluded: Mapping[str, str]
     ) -> PrefillDecision:
@@ -137,7 +145,7 @@ class Router:
     ) -> Iterator[tuple[Node, NodeView]]:
         """The nodes of a model, and what is known of each and of what it holds of the context that `match` is of."""
         depths = {depth.node_id: depth for depth in match.nodes}
-        for node in self._serving(model):
+        for node in self.serving(model):
             depth = depths.get(node.node_id, directory_pb2.NodeMatch())
             yield (
                 node,
@@ -163,7 +171,7 @@ class Router:
     def _fetch_tokens_per_s(self, model: ModelFacts) -> float:
         """What reads bring where a node of the model has measured it, the mean; 0: none has. Decode nodes read
         nothing."""
-        rates = [node.status.fetch_tokens_per_s for node in self._serving(model) if node.ready]
+        rates = [node.status.fetch_tokens_per_s for node in self.serving(model) if node.ready]
         known = [rate for rate in rates if rate > 0]
         return sum(known) / len(known) if known else 0.0
 
@@ -173,13 +181,6 @@ class Router:
         return [
             HeldRun(run.first_block, run.blocks, tuple(node_id for node_id in run.node_ids if node_id in live))
             for run in match.holders
-        ]
-
-    def _serving(self, model: ModelFacts) -> list[Node]:
-        return [
-            node
-            for node in self._cluster.nodes.values()
-            if node.registration.model == model.model and node.registration.kv_format == model.kv_format
         ]
 
 

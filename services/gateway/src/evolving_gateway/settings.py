@@ -55,10 +55,11 @@ class GatewaySettings(ServiceSettings):
     recover_s: float = Field(
         60.0,
         ge=0,
-        description="how long a request that lost its nodes goes without a new token before it fails, seconds",
+        description="how long a request that lost its node goes without a place in a queue or a new token before it "
+        "fails, seconds",
     )
     attempts_max: int = Field(
-        10, ge=1, le=100, description="attempts in a row without a new token before a request fails"
+        10, ge=1, le=100, description="failed attempts in a row without a new token before a request fails"
     )
     directory_timeout_s: float = Field(
         0.5, gt=0, le=30, description="longest wait for the directory before routing goes by load alone, seconds"
