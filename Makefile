@@ -1,6 +1,6 @@
 # The commands of the project; `make help` lists them. Everything they need, they install into .venv.
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo up down status logs lint test bench-flip bench-switch bench-directory bench-begin bench-engine bench-kv bench-fit images gen pin \
+.PHONY: help setup model demo up down status logs lint test bench-flip bench-switch bench-directory bench-begin bench-engine bench-kv bench-fit bench-split images gen pin \
   proto-baseline clean
 
 PYTHON ?= python3
@@ -89,6 +89,9 @@ bench-kv: .venv/.ready ## reuse lost by policy and pool size, and hidden fetches
 
 bench-fit: $(MODEL)/.ready ## how well the time model fitted under load tells what it was not fitted to, into build/bench-fit.json
 	@$(BIN)/python tests/bench/bench_fit.py $(ARGS)
+
+bench-split: .venv/.ready ## whether the planner finds the split that serves most, simulated, into build/bench-split.json
+	@$(BIN)/python tests/bench/bench_split.py
 
 images: ## build the four images, evolving-<service>:dev
 	@$(foreach service,$(SERVICES),docker build -f services/$(service)/Dockerfile -t evolving-$(subst _,-,$(service)):dev . &&) true
