@@ -11,26 +11,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from evolving.core.slices import DecodeDone, PrefillDone, Slice, WorkWindow
-from evolving.core.throughput import MeanWork
-from evolving.core.work import PrefillWork, query_key_pairs, sum_work
+from evolving.core.work import PrefillWork, sum_work
 from evolving_client import Client, Finished, RetryPolicy
+from evolving_sim.sessions import AgentKind, play
 
-_TURNS = 3  # of a session; each extends the one before
 _DRAINED_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Asks:
-    """What a request asks: new tokens of its prompt, and tokens to generate. Each from, to."""
-
-    new_tokens: tuple[int, int]
-    output_tokens: tuple[int, int]
-
-    def mean(self) -> MeanWork:
-        """By the numbers alone, were every request the first of its session."""
-        new = sum(self.new_tokens) / 2
-        iterations = sum(self.output_tokens) / 2 - 1
-        return MeanWork(new, query_key_pairs(int(new), 0), 0.0, 0.0, iterations, new + iterations / 2)
 
 
 @dataclass(slots=True)
@@ -38,7 +23,6 @@ class Record:
     """What the agents saw, by a monotonic clock. Samples are those that nodes should report, and levels gateways'."""
 
     window: WorkWindow = field(default_factory=WorkWindow)
-    finished: int = 0
     failures: list[str] = field(default_factory=list)
     _open: int = 0
     _since_s: float = field(default_factory=time.monotonic)
@@ -52,7 +36,6 @@ class Record:
 
     def add(self, result: Finished, output_tokens: int) -> None:
         """A request has its result."""
-        self.finished += 1
         now_s, name, usage = time.monotonic(), str(next(self._numbers)), result.usage
         work = PrefillWork(usage.computed_tokens, usage.cached_tokens)
         self.window.add_prefill(now_s, PrefillDone(name, sum_work((work,))))
@@ -67,10 +50,10 @@ class Record:
 
 @dataclass(slots=True)
 class Agents:
-    """Agents at work. Each has one request open, whatever it asks."""
+    """Agents at work, each of the `kind` there is now. Their pauses are left out."""
 
     client: Client
-    asks: Asks
+    kind: AgentKind
     record: Record = field(default_factory=Record)
     stopping: bool = False
 
@@ -79,33 +62,33 @@ class Agents:
         draw = random.Random(number)
         while not self.stopping:
             try:
-                await self._session(draw)
+                await self._session(self.kind, draw)
             except Exception as error:  # noqa: BLE001  every one is a finding, with its type
                 self.record.failures.append(f"agent {number}: {type(error).__name__}: {error}")
 
-    async def _session(self, draw: random.Random) -> None:
-        branch, prompt = self.client.branch(), list[int]()
-        for turn in range(_TURNS):
-            if self.stopping:
-                break
-            prompt = [*prompt, *(draw.randrange(1, 31_000) for _ in range(draw.randint(*self.asks.new_tokens)))]
-            output_tokens = draw.randint(*self.asks.output_tokens)
-            self.record.change_open(1)
-            try:
-                last = turn == _TURNS - 1
-                call = branch.generate(token_ids=prompt, max_tokens=output_tokens, ignore_eos=True, end_after=last)
-                result = await call.finish()
-            finally:
-                self.record.change_open(-1)
-            self.record.add(result, output_tokens)
-            prompt += result.output_token_ids
+    async def _session(self, kind: AgentKind, draw: random.Random) -> None:
+        async with self.client.branch() as branch:
+            context = list[int]()
+            for turn in play(kind, draw):
+                if self.stopping or self.kind is not kind:
+                    break
+                new = turn.prompt_tokens - turn.kept_tokens
+                prompt = [*context[: turn.kept_tokens], *(draw.randrange(1, 31_000) for _ in range(new))]
+                self.record.change_open(1)
+                try:
+                    call = branch.generate(token_ids=prompt, max_tokens=turn.output_tokens, ignore_eos=True)
+                    result = await call.finish()
+                finally:
+                    self.record.change_open(-1)
+                self.record.add(result, turn.output_tokens)
+                context = [*prompt, *result.output_token_ids]
 
 
 @asynccontextmanager
-async def working(addresses: Sequence[str], count: int, asks: Asks) -> AsyncIterator[Agents]:
+async def working(addresses: Sequence[str], count: int, kind: AgentKind) -> AsyncIterator[Agents]:
     """Agents at work while the block runs. Nothing is sent twice: what fails is seen."""
     async with Client(*addresses, timeout_s=60, retry=RetryPolicy(max_failures=1, max_overload_wait_s=0)) as client:
-        agents = Agents(client, asks)
+        agents = Agents(client, kind)
         tasks = [asyncio.create_task(agents.work(number)) for number in range(count)]
         try:
             yield agents
