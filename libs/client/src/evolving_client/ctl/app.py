@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from evolving_client.ctl import directory, models, output, split, status
 from evolving_client.ctl.cluster import Cluster, Options
-from evolving_client.ctl.failure import Failure, refused, unreachable, usage
+from evolving_client.ctl.command import fail, options_of, run
+from evolving_client.ctl.failure import refused, unreachable, usage
 from evolving_client.ctl.plain import plain
 from evolving_client.events import Finished
-
-Result = TypeVar("Result")
 
 _HELP = """Look at an Evolving Infra cluster, and steer it.
 
@@ -119,18 +117,17 @@ def _token_in(path: Path | None) -> str | None:
     try:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        _fail(usage(f"--token-file: {path} can't be read ({error}); give a text file"))
-        raise AssertionError("unreachable") from error
+        fail(usage(f"--token-file: {path} can't be read ({error}); give a text file"))
     if not token:
-        _fail(usage(f"--token-file: {path} is empty; put the token in it"))
+        fail(usage(f"--token-file: {path} is empty; put the token in it"))
     return token
 
 
 @app.command("status")
 def _status(context: typer.Context) -> None:
     """Nodes with roles, queues and KV, and services with their health."""
-    options = _options(context)
-    registry, nodes, services = _run(context, status.gather)
+    options = options_of(context)
+    registry, nodes, services = run(context, status.gather)
     if options.json:
         output.print_json(status.as_json(registry, nodes, services, options.partition))
     else:
@@ -140,8 +137,8 @@ def _status(context: typer.Context) -> None:
 @split_app.command("show")
 def _split_show(context: typer.Context) -> None:
     """The split in force and the live nodes."""
-    answer = _run(context, split.read_split)
-    if _options(context).json:
+    answer = run(context, split.read_split)
+    if options_of(context).json:
         output.print_json(plain(answer))
     else:
         split.print_split(answer)
@@ -169,8 +166,8 @@ def _split_set(
         request.reason, request.expected_epoch = reason, expected_epoch
         return await split.propose_split(cluster, request)
 
-    answer = _run(context, propose)
-    if _options(context).json:
+    answer = run(context, propose)
+    if options_of(context).json:
         output.print_json(plain(answer))
     else:
         split.print_split_line(answer)
@@ -182,8 +179,8 @@ def _decisions(
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="at most so many, newest first")] = 20,
 ) -> None:
     """What the planner and operators decided, and why."""
-    decisions = _run(context, lambda cluster: split.read_decisions(cluster, limit))
-    if _options(context).json:
+    decisions = run(context, lambda cluster: split.read_decisions(cluster, limit))
+    if options_of(context).json:
         output.print_json({"decisions": [plain(decision) for decision in decisions]})
     else:
         split.print_decisions(decisions)
@@ -197,8 +194,8 @@ def _branch_ls(
     limit: Annotated[int, typer.Option(min=1, max=1_000_000, help="at most so many")] = 100,
 ) -> None:
     """Branches, by tenant and id."""
-    branches, truncated = _run(context, lambda cluster: directory.list_branches(cluster, tenant, ended, limit))
-    if _options(context).json:
+    branches, truncated = run(context, lambda cluster: directory.list_branches(cluster, tenant, ended, limit))
+    if options_of(context).json:
         output.print_json({"branches": [plain(branch) for branch in branches], "truncated": truncated})
     else:
         directory.print_branches(branches, truncated)
@@ -211,8 +208,8 @@ def _branch_show(
     tenant: Annotated[str, typer.Option(help="whose")] = "default",
 ) -> None:
     """One branch: version, context, counts and the nodes its blocks are counted on."""
-    branch = _run(context, lambda cluster: directory.read_branch(cluster, tenant, branch_id))
-    if _options(context).json:
+    branch = run(context, lambda cluster: directory.read_branch(cluster, tenant, branch_id))
+    if options_of(context).json:
         output.print_json(plain(branch))
     else:
         directory.print_branch(branch)
@@ -223,8 +220,8 @@ def _block_show(
     context: typer.Context, name: Annotated[str, typer.Argument(metavar="HEX", help="32 hex digits")]
 ) -> None:
     """One block: its copies, their counts and the branches that have it."""
-    block = _run(context, lambda cluster: directory.read_block(cluster, name))
-    if _options(context).json:
+    block = run(context, lambda cluster: directory.read_block(cluster, name))
+    if options_of(context).json:
         output.print_json({"name": name.lower(), **plain(block)})
     else:
         directory.print_block(name, block)
@@ -234,26 +231,26 @@ def _block_show(
 def _audit(context: typer.Context) -> None:
     """Compare the counts of every block on every node, and what the node evicts by. Exits 1 on a mismatch, 3 if a node
     did not answer."""
-    answer = _run(context, directory.audit)
-    if _options(context).json:
+    answer = run(context, directory.audit)
+    if options_of(context).json:
         output.print_json({"clean": directory.is_clean(answer), **plain(answer)})
     else:
         directory.print_audit(answer)
     if not directory.is_clean(answer):
-        _fail(
+        fail(
             refused(
                 "counts and what nodes evict by don't agree; if requests were running, audit again when they are done"
             )
         )
     if answer.unreachable_node_ids:
-        _fail(unreachable(f"no answer from {', '.join(answer.unreachable_node_ids)}; see evolvectl status"))
+        fail(unreachable(f"no answer from {', '.join(answer.unreachable_node_ids)}; see evolvectl status"))
 
 
 @app.command("models")
 def _models(context: typer.Context) -> None:
     """What the live nodes serve."""
-    answer = _run(context, models.list_models)
-    if _options(context).json:
+    answer = run(context, models.list_models)
+    if options_of(context).json:
         output.print_json(plain(answer))
     else:
         models.print_models(answer)
@@ -275,45 +272,19 @@ def _generate(
 ) -> None:
     """Generate once. The text goes to standard output as it comes, a line about it to standard error."""
     text = sys.stdin.read() if prompt == "-" else prompt
-    as_json = _options(context).json
+    as_json = options_of(context).json
 
     async def generate(cluster: Cluster) -> Finished:
         asked = models.read_ask(text, system=system, raw=raw, token_ids=token_ids)
         ask = replace(asked, branch_id=branch, model=model, max_tokens=max_tokens, temperature=temperature)
         return await models.generate(cluster, ask, stream=not as_json)
 
-    finished = _run(context, generate)
+    finished = run(context, generate)
     if as_json:
         output.print_json(models.as_json(finished))
     else:
         typer.echo()
         typer.echo(models.summary(finished), err=True)
-
-
-def _options(context: typer.Context) -> Options:
-    options = context.obj
-    assert isinstance(options, Options)
-    return options
-
-
-def _run(context: typer.Context, action: Callable[[Cluster], Awaitable[Result]]) -> Result:
-    """Do the asynchronous part of a command. A Failure ends the process with its line and code."""
-
-    async def run() -> Result:
-        async with Cluster(_options(context)) as cluster:
-            return await action(cluster)
-
-    try:
-        return asyncio.run(run())
-    except Failure as failure:
-        _fail(failure)
-        raise AssertionError("unreachable") from failure
-
-
-def _fail(failure: Failure) -> None:
-    line = " ".join(str(failure).split())
-    typer.echo(f"evolvectl: {line}", err=True)
-    raise typer.Exit(code=int(failure.code))
 
 
 def main() -> None:
