@@ -6,6 +6,7 @@ Query-key pairs and contexts are sums over requests, so they do not depend on ho
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 
 import pytest
@@ -13,6 +14,7 @@ from engine.sglang.driving import BLOCK, Node, Served, greedy, jobs, names, pref
 
 from evolving.core.iterations import COLD_ITERATIONS, IterationWindow
 from evolving.core.work import query_key_pairs
+from evolving.runtime.tasks import end_tasks
 from evolving_node_agent.engines.port import Prefilled, Tier
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
@@ -110,6 +112,39 @@ async def test_requests_at_once_over_both_phases(nodes: list[Node]) -> None:
         least = sum(each.finished.iterations for _, each in own)
         assert most <= sum(sums.iterations for sums in decoded) <= least
         assert window.decode.expert_share == 0, "both models are dense"
+
+
+@pytest.mark.parametrize("lengths", [(11.5,), (0.4, 0.7, 1.3, 0.05, 2.2) * 3], ids=["long", "short"])
+async def test_a_decode_iteration_between_any_two_that_compute_prompts(nodes: list[Node], lengths: tuple[float]) -> None:
+    """However short a chunk is: prompts of `lengths` chunks come beside a request that is being decoded."""
+    node = nodes[0]
+    await warm(node)
+    await totals(node)
+    chunk, seed = node.info.chunk_tokens, 8600 + 100 * len(lengths)
+    seen: list[IterationWindow] = []
+
+    async def watch() -> None:
+        async for status in node.engine.status_changes():
+            if status.decoding:
+                seen.append(status.ran)
+
+    async def one_by_one() -> None:
+        for place, length in enumerate(lengths):
+            await prefill_only(node, prompt(seed + place, max(1, int(length * chunk))))
+
+    watching = asyncio.create_task(watch())
+    decoding = asyncio.create_task(serve(node, node, prompt(seed - 1, 70), 250))
+    try:
+        await node.until_decoding(1)
+        await asyncio.gather(one_by_one(), *(prefill_only(node, prompt(seed + 50 + each, 9)) for each in range(5)))
+        assert not decoding.done(), "nothing was decoded beside the last prompts"
+        await decoding
+    finally:
+        await end_tasks(watching, decoding)
+    assert seen[-1].prefill.iterations - seen[0].prefill.iterations >= sum(lengths)
+    for earlier, later in itertools.combinations(seen, 2):
+        ran = later.since(earlier)
+        assert ran.mixed.iterations + ran.decode.iterations >= ran.prefill.iterations - 1
 
 
 async def test_an_aborted_prompt_counts_what_was_computed(nodes: list[Node]) -> None:
