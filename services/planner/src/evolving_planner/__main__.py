@@ -14,6 +14,7 @@ from evolving.v1 import planner_pb2_grpc
 from evolving_planner.intake import IntakeService
 from evolving_planner.measures import Measures
 from evolving_planner.metrics import PlannerMetrics
+from evolving_planner.models import ModelBook
 from evolving_planner.office import Office
 from evolving_planner.service import PlannerService
 from evolving_planner.settings import PlannerSettings
@@ -39,7 +40,8 @@ async def _run(service: Service[PlannerSettings], store: Store) -> None:
         clock=clock,
         metrics=metrics,
     )
-    intake = IntakeService(settings.partition_id, view, office, Measures(PlannerConfig()), clock, metrics)
+    measures, models = Measures(PlannerConfig()), ModelBook()
+    intake = IntakeService(settings.partition_id, view, office, measures, models, clock, metrics)
     service.server.add(
         planner_pb2_grpc.add_PlannerServiceServicer_to_server,
         PlannerService(view, office, clock),

@@ -12,6 +12,7 @@ from evolving.wire.status import Context
 from evolving_planner import reports
 from evolving_planner.measures import Measures
 from evolving_planner.metrics import PlannerMetrics
+from evolving_planner.models import ModelBook
 from evolving_planner.office import Office
 from evolving_planner.service import not_leader
 from evolving_planner.view import View
@@ -21,12 +22,20 @@ class IntakeService(internal_grpc.PlannerServiceServicer):
     """evolving.internal.v1.PlannerService. A report is taken whole or, where anything in it can't be, not at all."""
 
     def __init__(
-        self, partition_id: str, view: View, office: Office, measures: Measures, clock: Clock, metrics: PlannerMetrics
+        self,
+        partition_id: str,
+        view: View,
+        office: Office,
+        measures: Measures,
+        models: ModelBook,
+        clock: Clock,
+        metrics: PlannerMetrics,
     ) -> None:
         self._partition_id = partition_id
         self._view = view
         self._office = office
         self._measures = measures
+        self._models = models
         self._clock = clock
         self._metrics = metrics
 
@@ -39,13 +48,16 @@ class IntakeService(internal_grpc.PlannerServiceServicer):
         reports.require_id("node_id", request.node_id)
         reports.require_id("incarnation", request.incarnation)
         samples = reports.work_samples(request.samples, now_s)
-        reports.iteration_windows(request.windows)
+        windows = reports.iteration_windows(request.windows)
         self._measures.keep_only(self._view.nodes)
         outcome = self._measures.report_work(
             request.node_id, request.incarnation, request.sequence, samples, request.dropped, now_s
         )
         self._metrics.work_report(outcome.repeated, outcome.lost_reports)
-        for sample in () if outcome.repeated else samples:
+        if outcome.repeated:
+            return planner_pb2.ReportWorkResponse()
+        self._models.take(request.node_id, windows)
+        for sample in samples:
             self._metrics.work_taken(Phase.PREFILL if isinstance(sample.done, PrefillDone) else Phase.DECODE)
         return planner_pb2.ReportWorkResponse()
 

@@ -165,7 +165,7 @@ class Measures:
         node.dropped = dropped
 
     def _forget(self, now_s: float) -> None:
-        """Once a slice. A slice more than the window is kept, for a decision that looks back from a moment ago."""
+        """Once a slice. Another window's length is kept, for a decision that looks back from some time ago."""
         if now_s - self._forgot_s >= self._config.slice_s:
             self._forgot_s = now_s
-            self._window.forget(now_s - self._config.window_s - self._config.slice_s)
+            self._window.forget(now_s - 2 * self._config.window_s)

@@ -1,0 +1,120 @@
+"""One phase of one node: the rows it reported, what was fitted to them, and when that is to be done."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Generic
+
+import numpy as np
+
+from evolving.core.fit import (
+    Coefficients,
+    FitConfig,
+    Fitted,
+    WindowError,
+    decode_error,
+    fit_decode,
+    fit_prefill,
+    has_drifted,
+    prefill_error,
+)
+from evolving.core.iterations import IterationSums, IterationWindow
+from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
+from evolving_planner.model_record import Facts, PhaseFit, decode_takes_time, prefill_takes_time
+
+Rows = Sequence[IterationWindow]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind(Generic[Coefficients]):
+    """What the two phases do differently."""
+
+    name: str
+    sums: Callable[[IterationWindow], IterationSums]
+    fit: Callable[[Rows, Facts, FitConfig], Fitted[Coefficients] | None]
+    error: Callable[[Coefficients, Rows], WindowError]
+    takes_time: Callable[[Coefficients], bool]
+
+
+PREFILL: Kind[PrefillCoefficients] = Kind(
+    "prefill",
+    lambda window: window.prefill,
+    lambda rows, _, config: fit_prefill(rows, config),
+    prefill_error,
+    prefill_takes_time,
+)
+DECODE: Kind[DecodeCoefficients] = Kind(
+    "decode",
+    lambda window: window.decode,
+    lambda rows, facts, config: fit_decode(rows, facts.experts, facts.experts_per_token, config),
+    decode_error,
+    decode_takes_time,
+)
+
+
+@dataclass(slots=True)
+class PhaseRows(Generic[Coefficients]):
+    """Bounded: the newest `kept` windows in which the phase ran alone."""
+
+    kind: Kind[Coefficients]
+    kept: int
+    fit: PhaseFit[Coefficients] | None = None
+    _rows: deque[IterationWindow] = field(init=False)
+    _taken: int = field(init=False, default=0)  # rows ever
+    _fitted_at: int = field(init=False, default=0)  # of these, the ones before the fit
+    _tried_at: int = field(init=False, default=0)  # and before the last try, whatever came of it
+
+    def __post_init__(self) -> None:
+        self._rows = deque(maxlen=self.kept)
+
+    def take(self, window: IterationWindow) -> None:
+        """The node reported it."""
+        sums = self.kind.sums(window)
+        if sums.iterations > 0 and sums.busy_s > 0:
+            self._rows.append(window)
+            self._taken += 1
+
+    def newest(self, most: int) -> tuple[IterationWindow, ...]:
+        """Up to `most` rows, oldest first; where the phase is fitted, those that came since."""
+        count = min(most, len(self._rows), self._taken - self._fitted_at if self.fit is not None else most)
+        return tuple(islice(self._rows, len(self._rows) - count, None))
+
+    def due(self, config: FitConfig, recent: int) -> tuple[IterationWindow, ...]:
+        """The rows that the phase is to be fitted to now; none: it is not to be. Fitted once, it stays until the
+        newest rows are told badly. What could not be fitted is tried again when as many rows came once more."""
+        if self._taken - self._tried_at < config.rows_least:
+            return ()
+        if self.fit is None:
+            return tuple(self._rows)
+        newest = self.newest(recent)
+        error = self.kind.error(self.fit.fitted.coefficients, newest)
+        return newest if has_drifted(error, self.fit.fitted.error_left_out, config) else ()
+
+    def all_rows(self) -> tuple[IterationWindow, ...]:
+        """For a fit that somebody asks for."""
+        return tuple(self._rows)
+
+    def begin(self) -> int:
+        """A fit to rows up to now begins. Returns what `end` wants to know."""
+        self._tried_at = self._taken
+        return self._taken
+
+    def end(self, fit: PhaseFit[Coefficients], began_at: int) -> None:
+        """It is in force from now on."""
+        self.fit, self._fitted_at = fit, began_at
+
+    def adopt(self, fit: PhaseFit[Coefficients] | None) -> None:
+        """Of an earlier leader: the rows here are none of those since."""
+        self.fit, self._fitted_at = fit, self._taken
+
+
+def compute(kind: Kind[Coefficients], rows: Rows, facts: Facts, config: FitConfig) -> Fitted[Coefficients] | None:
+    """A fit that predictions can use. None: the rows are too few, or say nothing that makes sense."""
+    try:
+        found = kind.fit(rows, facts, config)
+    except (RuntimeError, np.linalg.LinAlgError):
+        return None  # scipy or numpy gave up on them
+    return found if found is not None and kind.takes_time(found.coefficients) else None

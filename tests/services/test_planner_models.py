@@ -1,0 +1,297 @@
+"""The book of time models: what is fitted when, what stays, what is lent, and what etcd gives back (section 4.2)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import astuple, replace
+from functools import cache
+from typing import Any
+
+import pytest
+from core.test_fit import decode_of, prefill_of, windows_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_harness import node_registration
+
+from evolving.core.fit import FitConfig
+from evolving.core.iterations import IterationSums, IterationWindow
+from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients, PrefillSums
+from evolving.runtime.keys import BadRecord, NodeRegistration
+from evolving_planner.models import ModelBook, Outcome
+from evolving_planner.phase_rows import compute
+
+CONFIG = FitConfig(rows_least=20, drift_rows_least=20)
+PREFILL, DECODE = prefill_of([0.5] * 5), decode_of([0.5] * 4, moe=False)
+
+
+def times(prefill: PrefillCoefficients, factor: float) -> PrefillCoefficients:
+    return PrefillCoefficients(*(factor * value for value in astuple(prefill)))
+
+
+def windows(count: int, seed: int = 1, factor: float = 1.0) -> list[IterationWindow]:
+    """In which both phases ran; prefill `factor` times as slow."""
+    return windows_of(seed, times(PREFILL, factor), DECODE, count=count)
+
+
+def only(phase: str, of: Sequence[IterationWindow]) -> list[IterationWindow]:
+    return [IterationWindow(**{phase: getattr(window, phase)}) for window in of]
+
+
+def nodes(*node_ids: str, **facts: Any) -> dict[str, NodeRegistration]:
+    return {node_id: replace(node_registration(node_id), **facts) for node_id in node_ids}
+
+
+def prefill_in_force(book: ModelBook, registered: dict[str, NodeRegistration], node: str = "a") -> tuple[float, ...]:
+    return astuple(book.in_force(registered)[node].prefill)
+
+
+CONFIGURED = node_registration("a").prefill_coefficients
+
+
+def test_a_phase_is_fitted_once_it_has_rows_enough_and_is_frozen_then() -> None:
+    book, registered = ModelBook(CONFIG), nodes("a")
+    rows = windows(60)
+    for phase in ("prefill", "decode"):
+        book.take("a", only(phase, rows)[:19])
+        assert not book.refit(registered, 1.0)
+    assert prefill_in_force(book, registered) == CONFIGURED
+    book.take("a", only("prefill", rows)[19:20])
+    assert book.refit(registered, 2.0)
+    assert prefill_in_force(book, registered) == pytest.approx(astuple(PREFILL), rel=1e-6)
+    assert book.in_force(registered)["a"].decode.d0_s == node_registration("a").decode_coefficients[0]
+    before = book.encode()
+    book.take("a", only("prefill", windows(400, seed=2, factor=1.1)))
+    assert not book.refit(registered, 3.0), "10 % is within the drift bound"
+    assert book.encode() == before
+    book.take("a", only("decode", rows)[19:])
+    assert book.refit(registered, 4.0)
+    assert astuple(book.in_force(registered)["a"].decode) == pytest.approx(astuple(DECODE), rel=1e-6)
+    assert prefill_in_force(book, registered) == pytest.approx(astuple(PREFILL), rel=1e-6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(since=st.integers(0, 30), factor=st.sampled_from([0.5, 1.0, 2.0]))
+def test_a_fit_is_made_anew_when_enough_rows_since_say_that_the_node_is_another(since: int, factor: float) -> None:
+    book, registered = ModelBook(CONFIG), nodes("a")
+    book.take("a", windows(40))
+    book.refit(registered, 1.0)
+    book.take("a", windows(since, seed=3, factor=factor))
+    drifted = since >= CONFIG.drift_rows_least and factor != 1.0
+    assert book.refit(registered, 2.0) == drifted
+    expected = times(PREFILL, factor if drifted else 1.0)
+    assert prefill_in_force(book, registered) == pytest.approx(astuple(expected), rel=1e-6)
+    (view,) = book.views(registered)
+    assert view.prefill_fit.fitted_at_s == (2.0 if drifted else 1.0)
+    assert view.prefill_fit.recent_rows == (0 if drifted else since)
+    assert not book.refit(registered, 3.0), "what it does now is what it is known for"
+
+
+def test_who_asks_for_a_fit_gets_one_of_all_there_is_or_is_told_that_it_is_too_little() -> None:
+    book, registered = ModelBook(CONFIG), nodes("a", "b")
+    book.take("a", windows(30))
+    book.take("b", windows(5))
+    book.refit(registered, 1.0)
+    book.take("a", windows(10, seed=5))
+    assert book.refit(registered, 2.0, wanted=["a", "b"])
+    assert set(book.outcomes) == {
+        Outcome(node, phase, rows, fitted)
+        for node, rows, fitted in (("a", 40, True), ("b", 5, False))
+        for phase in ("prefill", "decode")
+    }
+    fitted, lent = book.views(registered)
+    assert (fitted.prefill_fit.rows, fitted.prefill_fit.fitted_at_s) == (40, 2.0)
+    assert (lent.prefill_fit.node_id, lent.prefill_fit.recent_rows) == ("a", 5)
+
+
+def test_a_node_that_was_never_seen_in_a_phase_takes_the_fit_of_one_that_is_alike() -> None:
+    book = ModelBook(CONFIG)
+    registered = nodes("a", "b", "c") | nodes("unlike", chunk_tokens=64)
+    book.take("a", only("prefill", windows(30, seed=1)))
+    book.take("b", only("prefill", windows(40, seed=2, factor=2.0)))
+    book.take("c", only("decode", windows(30, seed=3)))
+    book.refit(registered, 1.0)
+    found = book.in_force(registered)
+    assert found["c"].prefill == found["b"].prefill != found["a"].prefill, "b has more rows"
+    assert found["a"].decode == found["b"].decode == found["c"].decode
+    assert astuple(found["unlike"].prefill) == CONFIGURED
+    views = {view.node_id: view for view in book.views(registered)}
+    assert [views[node].prefill_fit.node_id for node in ("a", "b", "c", "unlike")] == ["a", "b", "b", ""]
+    assert (views["c"].source, views["unlike"].source) == ("fit", "config")
+    assert views["unlike"].prefill_fit.rows == 0
+
+
+def prefills(iterations: int, new_tokens: int, cached: int = 0, restored: int = 0) -> IterationWindow:
+    return IterationWindow(prefill=IterationSums(iterations, 1.0, PrefillSums(new_tokens, 1.0, restored, cached)))
+
+
+def test_the_mix_of_work_is_measured_anew_all_the_time_and_over_nodes_alike_where_one_did_not_prefill() -> None:
+    book, registered = ModelBook(CONFIG, windows_recent=4), nodes("a", "b", "c") | nodes("unlike", chunk_tokens=64)
+
+    def sizes() -> list[float]:
+        found = book.in_force(registered)
+        return [found[node].new_tokens_per_iteration for node in ("a", "b", "c", "unlike")]
+
+    assert sizes() == [512, 512, 512, 64]
+    book.take("a", [prefills(30, 3000, cached=800, restored=200)])
+    book.take("b", [prefills(10, 5000, cached=200, restored=50)])  # too few iterations to say by themselves
+    assert sizes() == [100, 200, 200, 64]
+    assert [view.restored_share for view in book.views(registered)] == [0.25, 0.25, 0.25, 0.0]
+    book.take("a", [prefills(30, 30)] * 4)
+    assert sizes()[0] == 1
+    book.take("a", [IterationWindow()] * 4)
+    assert sizes() == [512, 512, 512, 64], "what it did long ago is no longer so"
+
+
+def test_windows_of_an_engine_s_life_before_a_restart_are_still_of_this_node() -> None:
+    book, registered = ModelBook(CONFIG), nodes("a")
+    book.take("a", windows(15))
+    book.refit(registered, 1.0)
+    registered = nodes("a", incarnation="another", address="elsewhere:1", l1_tokens=9_999)
+    book.take("a", windows(15, seed=2))
+    assert book.refit(registered, 2.0)
+    assert prefill_in_force(book, registered) == pytest.approx(astuple(PREFILL), rel=1e-6)
+
+
+@pytest.mark.parametrize("facts", [{"model": "n"}, {"chunk_tokens": 256}, {"experts": 8, "experts_per_token": 2}])
+def test_a_node_that_comes_back_as_another_is_known_by_nothing(facts: dict[str, Any]) -> None:
+    book, changed = ModelBook(CONFIG), nodes("a", **facts)
+    book.take("a", windows(30))
+    book.refit(nodes("a"), 1.0)
+    successor = ModelBook(CONFIG)
+    successor.adopt(book.encode())
+    for one in (book, successor):
+        assert prefill_in_force(one, changed) == CONFIGURED
+    assert prefill_in_force(successor, nodes("a")) == pytest.approx(astuple(PREFILL), rel=1e-6)
+    assert book.refit(changed, 2.0), "the record is to go"
+    assert json.loads(book.encode()) == []
+
+
+def test_a_fit_outlives_its_node_for_those_alike_but_not_for_ever() -> None:
+    book = ModelBook(CONFIG)
+    book.take("a", windows(30))
+    book.refit(nodes("a"), 1.0)
+    later = nodes("b")
+    book.refit(later, 2.0)
+    assert prefill_in_force(book, later, "b") == pytest.approx(astuple(PREFILL), rel=1e-6)
+    for number in range(200):
+        book.refit(nodes(f"passing{number}"), 3.0)
+    assert json.loads(book.encode()) == []
+
+
+def test_what_comes_while_a_fit_is_computed_is_since_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    book, registered = ModelBook(CONFIG), nodes("a")
+    book.take("a", only("prefill", windows(30)))
+
+    def slowly(*given: Any) -> Any:
+        book.take("a", only("prefill", windows(7, seed=2)))
+        return compute(*given)
+
+    monkeypatch.setattr("evolving_planner.models.compute", slowly)
+    assert book.refit(registered, 1.0)
+    (view,) = book.views(registered)
+    assert (view.prefill_fit.rows, view.prefill_fit.recent_rows) == (30, 7)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    counts=st.dictionaries(st.sampled_from("abcd"), st.integers(0, 40), min_size=1),
+    noise=st.floats(0, 0.2),
+)
+def test_a_successor_reads_what_its_predecessor_knew(seed: int, counts: dict[str, int], noise: float) -> None:
+    book, successor, registered = ModelBook(CONFIG), ModelBook(CONFIG), nodes(*counts)
+    for node, count in counts.items():
+        book.take(node, windows_of(seed, PREFILL, DECODE, count=count, noise=noise))
+    book.refit(registered, 12.5)
+    successor.adopt(book.encode())
+    assert successor.encode() == book.encode()
+    for node, known in book.in_force(registered).items():
+        read = successor.in_force(registered)[node]
+        assert (read.prefill, read.decode) == (known.prefill, known.decode)
+    for mine, theirs in zip(book.views(registered), successor.views(registered), strict=True):
+        for fit in (mine.prefill_fit, mine.decode_fit, theirs.prefill_fit, theirs.decode_fit):
+            fit.ClearField("recent_rows")
+            fit.ClearField("recent_error")
+        assert (theirs.prefill_fit, theirs.decode_fit) == (mine.prefill_fit, mine.decode_fit)
+
+
+@cache
+def a_record() -> bytes:
+    book = ModelBook(CONFIG)
+    book.take("a", windows(30))
+    book.refit(nodes("a"), 1.0)
+    return book.encode()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+def places(value: object, at: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """Where in nested JSON something could be another thing."""
+    keys = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [at, *(place for key, inner in keys for place in places(inner, (*at, key)))]
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_a_record_that_is_none_changes_nothing_and_whatever_is_adopted_can_be_used(data: st.DataObject) -> None:
+    wrong: object = json.loads(a_record())
+    place = data.draw(st.sampled_from(places(wrong)))
+    if place:
+        inside = wrong
+        for key in place[:-1]:
+            inside = inside[key]  # type: ignore[index]
+        inside[place[-1]] = data.draw(JSON)  # type: ignore[index]
+    else:
+        wrong = data.draw(JSON)
+    book, registered = ModelBook(CONFIG), nodes("a")
+    book.adopt(a_record())
+    before = book.encode()
+    try:
+        book.adopt(json.dumps(wrong).encode())
+    except BadRecord:
+        assert book.encode() == before
+    assert book.in_force(registered)["a"].decode_slots == registered["a"].decode_slots
+    assert len(book.views(registered)) == 1
+    ModelBook(CONFIG).adopt(book.encode())
+
+
+@given(value=st.binary(max_size=60))
+def test_bytes_that_are_no_record_are_refused(value: bytes) -> None:
+    with pytest.raises(BadRecord):
+        ModelBook().adopt(b"\xff" + value)
+
+
+SUMS = st.builds(
+    IterationSums,
+    iterations=st.integers(0, 10**18),
+    busy_s=st.just(0.0) | st.floats(1e-9, 1e9),
+    prefill=st.builds(PrefillSums, *[st.floats(0, 1e18)] * 4),
+    requests=st.integers(0, 10**18),
+    expert_share=st.floats(0, 1e18),
+    context_tokens=st.integers(0, 10**18),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.builds(IterationWindow, SUMS, SUMS, SUMS), min_size=20, max_size=30), st.booleans())
+def test_whatever_a_node_reports_nothing_breaks_and_work_takes_time(rows: list[IterationWindow], moe: bool) -> None:
+    book = ModelBook(CONFIG)
+    registered = nodes("a", experts=64, experts_per_token=4) if moe else nodes("a")
+    book.take("a", rows)
+    book.refit(registered, 1.0)
+    (known,) = book.in_force(registered).values()
+    assert known.prefill.prefill_iteration_s(PrefillSums(1.0, 1.0)) > 0
+    assert known.decode.decode_iteration_s(1.0) > 0
+    assert isinstance(known.decode, DecodeCoefficients)
+    book.views(registered)
+    ModelBook().adopt(book.encode())
+
+
+def test_a_node_whose_work_would_take_no_time_is_left_out() -> None:
+    assert set(ModelBook().in_force(nodes("a") | nodes("b", prefill_coefficients=(0.0,) * 5))) == {"a"}
