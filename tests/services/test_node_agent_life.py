@@ -163,11 +163,13 @@ async def test_work_is_reported_once_a_planner_leads(etcd: Etcd) -> None:
         registration = await node.ready()
         await node.serve(prefill_request(ids(1, 100), request_id="one"))
         await node.serve(prefill_request(ids(1, 100), request_id="two"))
+        one_token = gateway_pb2.Sampling(max_tokens=1, ignore_eos=True)
+        await node.serve(prefill_request(ids(2, 50), request_id="short", sampling=one_token))
         async with scripted_planner(etcd, refuse=1) as planner:
 
             async def all_there() -> bool:
                 taken = planner.reports[1:]
-                return sum(len(report.samples) for report in taken) >= 4
+                return sum(len(report.samples) for report in taken) >= 6
 
             await eventually(all_there)
             refused, *taken = planner.reports
@@ -180,8 +182,13 @@ async def test_work_is_reported_once_a_planner_leads(etcd: Etcd) -> None:
             assert [(s.request_id, s.uncached_tokens, s.cached_tokens) for s in prefills] == [
                 ("one", 100, 0),
                 ("two", 4, 96),
+                ("short", 50, 0),
             ]
-            assert [(s.request_id, s.output_tokens, s.iterations) for s in decodes] == [("one", 7, 7), ("two", 7, 7)]
+            assert [(s.request_id, s.output_tokens, s.iterations) for s in decodes] == [
+                ("one", 7, 7),
+                ("two", 7, 7),
+                ("short", 0, 0),  # its first token was its last; it completed all the same
+            ]
             assert all(sample.age_s >= 0 and sample.service_s >= 0 for sample in samples)
 
 

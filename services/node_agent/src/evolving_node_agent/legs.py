@@ -80,6 +80,8 @@ class PrefillRun:
     def _report(self, event: Prefilled) -> None:
         job, now_s = self._job, self._directory.clock.now_s()
         self._work.add(prefill_sample(self._request.request_id, len(job.tokens), event.cached, event.prefill_s, now_s))
+        if event.finish is not None:  # nothing is left to decode, and no node will say so
+            self._work.add(decode_sample(self._request.request_id, 0, 0, 0.0, now_s))
         ref = _ref(self._request)
         if ref is None:
             return
