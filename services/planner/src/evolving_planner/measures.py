@@ -14,6 +14,7 @@ from evolving.core.errors import UnknownNode
 from evolving.core.slices import DecodeDone, PrefillDone, Slice, WorkWindow
 
 _LIVES_MAX = 4  # of a node's engine, of which reports may still come
+_COUNT_MAX = 2**63 - 1  # what a message holds, whatever nodes say
 _GONE_MAX = 1000  # nodes that left, of which reports may still come
 
 
@@ -145,8 +146,8 @@ class Measures:
         return Missing(
             late_samples=self._window.late_samples,
             lost_requests=self._window.lost_requests,
-            lost_reports=self._lost_reports,
-            dropped_samples=self._dropped_samples,
+            lost_reports=min(self._lost_reports, _COUNT_MAX),
+            dropped_samples=min(self._dropped_samples, _COUNT_MAX),
             unreported_s=self._window.unreported_s,
         )
 

@@ -228,7 +228,7 @@ class ModelBook:
     def _resolve(self, registrations: Mapping[str, NodeRegistration]) -> dict[str, _InForce]:
         facts = {node_id: facts_of(registration) for node_id, registration in registrations.items()}
         kinds = {node_id: node.facts for node_id, node in self._nodes.items() if node.facts is not None} | facts
-        known = {node_id: node for node_id, node in self._nodes.items() if node.facts == kinds.get(node_id)}
+        known = {node_id: node for node_id, node in self._nodes.items() if node.facts in (None, kinds.get(node_id))}
         prefills = {node_id: node.prefill for node_id, node in known.items()}
         decodes = {node_id: node.decode for node_id, node in known.items()}
         prefill_lenders, decode_lenders = lenders(kinds, _fitted_rows(prefills)), lenders(kinds, _fitted_rows(decodes))

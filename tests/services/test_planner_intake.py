@@ -1,0 +1,258 @@
+"""What nodes and gateways report: taken whole or refused whole, whatever it holds."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner_harness import node_registration
+
+from evolving.core.config import PlannerConfig
+from evolving.core.errors import UnknownNode
+from evolving.internal.v1.planner_pb2 import (
+    IterationSums,
+    IterationWindow,
+    OpenLevel,
+    ReportOpenRequest,
+    ReportWorkRequest,
+    WorkSample,
+)
+from evolving.runtime.clock import ManualClock
+from evolving.runtime.errors import InvalidRequest, NotLeader, WrongPartition
+from evolving.runtime.keys import NodeRegistration
+from evolving.v1 import planner_pb2
+from evolving.v1.common_pb2 import PHASE_DECODE, PHASE_PREFILL
+from evolving_planner.intake import IntakeService
+from evolving_planner.measures import Measures, Missing
+from evolving_planner.models import ModelBook
+
+NOW_S = 1000.0
+CONFIG = PlannerConfig()
+Message = TypeVar("Message", ReportWorkRequest, ReportOpenRequest)
+
+
+@dataclass
+class Planner:
+    """The intake with nothing around it: what it asks of view, office and metrics is this."""
+
+    leads: bool = True
+    leader_address: str = "10.0.0.1:1"
+    own_address: str = ""
+    nodes: dict[str, NodeRegistration] = field(default_factory=lambda: {"a": node_registration("a")})
+    measures: Measures = field(default_factory=lambda: Measures(CONFIG))
+    models: ModelBook = field(default_factory=ModelBook)
+    taken: int = 0
+
+    def is_leader(self) -> bool:
+        return self.leads
+
+    def work_report(self, repeated: bool, lost_reports: int) -> None: ...
+
+    def work_taken(self, phase: object) -> None:
+        self.taken += 1
+
+    def give(self, *requests: ReportWorkRequest | ReportOpenRequest) -> None:
+        me = cast("Any", self)
+        service = IntakeService("p0", me, me, self.measures, self.models, ManualClock(NOW_S), me)
+        for request in requests:
+            if isinstance(request, ReportWorkRequest):
+                asyncio.run(service.ReportWork(request, me))
+            else:
+                asyncio.run(service.ReportOpen(request, me))
+
+    @property
+    def windows(self) -> int:
+        (view,) = self.models.views(self.nodes)
+        return view.prefill_fit.recent_rows
+
+
+def work(**more: Any) -> ReportWorkRequest:
+    """A report of one request, and of the iterations it took."""
+    prefill = WorkSample(request_id="r", phase=PHASE_PREFILL, uncached_tokens=10, query_key_pairs=55, age_s=2.0)
+    decode = WorkSample(request_id="r", phase=PHASE_DECODE, output_tokens=5, iterations=4, context_tokens=12, age_s=1.0)
+    sums = IterationSums(iterations=1, busy_s=0.1, uncached_tokens=10, query_key_pairs=55)
+    fields = {"partition_id": "p0", "node_id": "a", "incarnation": "1", "sequence": 1, **more}
+    return ReportWorkRequest(**{"samples": [prefill, decode], "windows": [IterationWindow(prefill=sums)], **fields})
+
+
+def opened(*levels: tuple[float, float, float], **more: Any) -> ReportOpenRequest:
+    found = [OpenLevel(from_age_s=start, to_age_s=end, requests=requests) for start, end, requests in levels]
+    return ReportOpenRequest(**{"partition_id": "p0", "gateway_id": "g", "levels": found, **more})
+
+
+def test_a_report_is_taken_with_all_that_is_in_it() -> None:
+    planner = Planner()
+    planner.give(work(), work(), opened((60, 30, 4), (30, 0, 8)))
+    last = planner.measures.slices(NOW_S)[-1]
+    assert (last.completions, last.without_prefill, last.open_requests) == (1, 0, 6)
+    assert (planner.taken, planner.windows) == (2, 1), "once"
+
+
+def test_who_does_not_lead_takes_nothing_and_names_who_does() -> None:
+    for request in (work(), opened((1, 0, 1)), work(samples=[WorkSample()])):
+        with pytest.raises(NotLeader) as error:
+            Planner(leads=False).give(request)
+        assert error.value.metadata == {"leader": "10.0.0.1:1"}
+
+
+def test_another_partition_s_reports_and_those_of_a_node_nobody_knows_are_refused() -> None:
+    with pytest.raises(WrongPartition):
+        Planner().give(work(partition_id="p1"))
+    with pytest.raises(WrongPartition):
+        Planner().give(opened(partition_id=""))
+    planner = Planner()
+    with pytest.raises(UnknownNode):
+        planner.give(work(node_id="z"))
+    assert planner.windows == 0
+
+
+def test_a_node_that_just_left_is_listened_to() -> None:
+    planner = Planner()
+    planner.give(work(samples=[]))
+    planner.nodes = {"b": node_registration("b")}
+    planner.give(work(sequence=2))
+    assert planner.measures.slices(NOW_S)[-1].completions == 1
+
+
+def sample_with(name: str, value: object) -> ReportWorkRequest:
+    request = work()
+    setattr(request.samples[1], name, value)
+    return request
+
+
+def window_with(name: str, value: object, kind: str = "") -> ReportWorkRequest:
+    request = work()
+    window = request.windows[0]
+    setattr(getattr(window, kind) if kind else window, name, value)
+    return request
+
+
+NUMBERS = (math.nan, math.inf, -math.inf, -1.0, 1e300)
+BAD_WORK = [
+    work(node_id=""),
+    work(incarnation=""),
+    work(node_id="n" * 300),
+    work(samples=[*work().samples] * 6000),
+    work(windows=[*work().windows] * 11_000),
+    *(sample_with("phase", phase) for phase in (0, 3, -1, 99)),
+    *(sample_with("request_id", request_id) for request_id in ("", "i" * 300)),
+    *(
+        sample_with(name, value)
+        for name in ("query_key_pairs", "context_tokens", "service_s", "age_s")
+        for value in NUMBERS
+    ),
+    *(
+        window_with(name, value, "mixed")
+        for name in ("busy_s", "uncached_tokens", "query_key_pairs", "restored_tokens", "cached_tokens", "expert_share")
+        for value in NUMBERS
+    ),
+    *(window_with(name, 2**64 - 1, "decode") for name in ("iterations", "requests", "context_tokens")),
+    window_with("busy_s", 1e-300, "prefill"),
+    window_with("cold_iterations", 2**64 - 1),
+    *(window_with("age_s", value) for value in NUMBERS),
+]
+BAD_LEVELS = [
+    opened((1, 0, 1), gateway_id=""),
+    opened((1, 0, 1), gateway_id="g" * 300),
+    opened(*[(1, 0, 1)] * 10_001),
+    opened((10, 5, 1), (6, 0, 1)),  # overlap
+    opened((5, 0, 1), (10, 5, 1)),  # the newest first
+    opened((1, 2, 1)),  # ends before it begins
+    opened((1, -1, 1)),  # ends after the report
+    *(opened((9, 5, 1), (5, 0, value)) for value in NUMBERS),
+    *(opened((value, 0, 1)) for value in NUMBERS),
+    *(opened((9, value, 1)) for value in NUMBERS),
+]
+
+
+@pytest.mark.parametrize(("bad", "good"), [(BAD_WORK, work()), (BAD_LEVELS, opened((30, 0, 6)))], ids=["work", "open"])
+def test_of_a_report_that_no_honest_sender_sends_nothing_is_taken(bad: list[Message], good: Message) -> None:
+    planner, untouched = Planner(), Planner()
+    for request in bad:
+        with pytest.raises(InvalidRequest):
+            planner.give(request)
+    assert planner.measures.missing() == Missing()
+    assert (planner.taken, planner.windows) == (0, 0)
+    for one in (planner, untouched):
+        one.give(good)  # of the same number: that one is still to come
+    assert planner.measures.slices(NOW_S) == untouched.measures.slices(NOW_S)
+    assert (planner.taken, planner.windows) == (untouched.taken, untouched.windows)
+
+
+SIZES = st.sampled_from([0, 1, 7, 2**31, 2**32 - 1])
+COUNTS = st.sampled_from([0, 1, 7, 10**9, 10**18, 2**64 - 1])
+FLOATS = st.floats() | st.floats(0, 1e18)
+SUMS = st.builds(
+    IterationSums,
+    iterations=COUNTS,
+    busy_s=FLOATS,
+    uncached_tokens=FLOATS,
+    query_key_pairs=FLOATS,
+    restored_tokens=FLOATS,
+    cached_tokens=FLOATS,
+    requests=COUNTS,
+    expert_share=FLOATS,
+    context_tokens=COUNTS,
+)
+WORK = st.builds(
+    ReportWorkRequest,
+    partition_id=st.just("p0"),
+    node_id=st.just("a"),
+    incarnation=st.sampled_from("12"),
+    sequence=COUNTS,
+    samples=st.lists(
+        st.builds(
+            WorkSample,
+            request_id=st.sampled_from(["r", "s", "t"]),
+            phase=st.integers(1, 2) | st.integers(-2, 9),
+            uncached_tokens=SIZES,
+            cached_tokens=SIZES,
+            restored_tokens=SIZES,
+            query_key_pairs=FLOATS,
+            iterations=SIZES,
+            service_s=FLOATS,
+            age_s=FLOATS | st.floats(0, 600),
+            context_tokens=FLOATS,
+        ),
+        max_size=4,
+    ),
+    windows=st.lists(st.builds(IterationWindow, age_s=FLOATS, prefill=SUMS, decode=SUMS, mixed=SUMS), max_size=2),
+    dropped=COUNTS,
+)
+OPEN = st.builds(
+    ReportOpenRequest,
+    partition_id=st.just("p0"),
+    gateway_id=st.sampled_from(["", "g", "h"]),
+    levels=st.lists(st.builds(OpenLevel, from_age_s=FLOATS, to_age_s=FLOATS, requests=FLOATS), max_size=3),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests=st.lists(WORK | OPEN, max_size=8))
+def test_whatever_is_reported_what_is_measured_stays_finite(
+    requests: list[ReportWorkRequest | ReportOpenRequest],
+) -> None:
+    planner = Planner()
+    for request in requests:
+        try:
+            planner.give(request)
+        except InvalidRequest:
+            continue
+    planner.measures.check_invariants()
+    for part in planner.measures.slices(NOW_S):
+        assert math.isfinite(part.open_requests)
+        assert part.work is None or all(math.isfinite(value) for value in vars_of(part.work))
+    planner.models.refit(planner.nodes, 1.0)
+    assert set(planner.models.in_force(planner.nodes)) == {"a"}
+    assert len(planner.models.views(planner.nodes)) == 1
+    missing = planner.measures.missing()
+    planner_pb2.Missing(lost_reports=missing.lost_reports, dropped_samples=missing.dropped_samples)  # has room for them
+
+
+def vars_of(work: object) -> list[float]:
+    return [float(getattr(work, name)) for name in cast("Any", type(work)).__slots__]
