@@ -12,7 +12,17 @@ import grpc
 import grpc.aio
 import pytest
 from etcd_process import Etcd
-from planner_harness import KEYS, PlannerProcess, join, open_store, planner, planner_process
+from planner_harness import (
+    HURRIED,
+    KEYS,
+    PREFILL_HEAVY,
+    PlannerProcess,
+    join,
+    open_store,
+    planner,
+    planner_process,
+    reporting,
+)
 from waiting import eventually
 
 from evolving.core import planner as core_planner
@@ -26,7 +36,7 @@ from evolving.runtime.store import Fenced, Guard
 from evolving.v1 import common_pb2, planner_pb2
 from evolving.wire.status import parse_error
 from evolving_planner.metrics import PlannerMetrics
-from evolving_planner.office import Office
+from evolving_planner.office import FirstSplit, Office, Situation
 from evolving_planner.view import View
 
 P, D = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
@@ -103,6 +113,85 @@ async def history(of: PlannerProcess) -> list[str]:
     return [decision.reason for decision in answer.decisions]
 
 
+async def follow_splits(store: EtcdStore, seen: list[Split]) -> None:
+    """Every value the split has, as etcd tells it."""
+    async for batch in store.watch(KEYS.split):
+        seen.extend(decode(Split, found.value) for found in batch.puts)
+
+
+async def test_a_leader_killed_within_a_window_is_succeeded_with_history_hold_and_model(etcd: Etcd) -> None:
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in HURRIED.items()]
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(open_store(etcd))
+        splits: list[Split] = []
+        watching = asyncio.create_task(follow_splits(store, splits))
+        stack.callback(watching.cancel)
+        planners = [await stack.enter_async_context(planner_process(etcd.endpoints[0], *flags)) for _ in range(2)]
+        await join(store, "a", "b", "c", "d")
+        leader = await the_leader(planners)
+        (standby,) = [one for one in planners if one is not leader]
+        await stack.enter_async_context(reporting(PREFILL_HEAVY, "a", leader.client, standby.client))
+
+        async def switched() -> bool:
+            return bool(await leader.client.decisions("switch"))
+
+        await eventually(switched)
+        for sequence in range(1, 60):  # enough iterations of both phases for a fit
+            report = internal_pb2.ReportWorkRequest(
+                partition_id="p0", node_id="b", incarnation="b-1", sequence=sequence, windows=[window_of(sequence)]
+            )
+            await leader.client.internal.ReportWork(report, timeout=10)
+        fitted = await leader.client.public.RefitModel(planner_pb2.RefitModelRequest(node_ids=["b"]), timeout=10)
+        assert fitted.nodes[1].prefill_fit.node_id == fitted.nodes[1].decode_fit.node_id == "b"
+        await leader.client.public.ProposeSplit(to_shape(1, 3), timeout=10)
+        hold = (await leader.client.get_split()).hold
+        assert hold.author == "operator:default"
+        decided = await leader.client.decisions(with_evaluations=True)
+        await leader.kill()
+
+        assert await the_leader([standby]) is standby
+        after = await standby.client.decisions(with_evaluations=True)
+        numbered = {decision.decided_at_s: decision for decision in after}
+        assert [numbered.get(decision.decided_at_s) for decision in decided] == decided
+        assert (await standby.client.get_split()).hold == hold
+        model = await standby.client.public.GetModel(planner_pb2.GetModelRequest(), timeout=10)
+        for known, before in zip(model.nodes, fitted.nodes, strict=True):
+            assert known.prefill_coefficients_s == before.prefill_coefficients_s
+            assert known.decode_coefficients_s == before.decode_coefficients_s
+            assert known.prefill_fit.fitted_at_s == before.prefill_fit.fitted_at_s
+
+        async def held_again() -> bool:
+            stays = await standby.client.decisions("stay")
+            return any(d.decided_at_s not in numbered and "holds the split" in d.reason for d in stays)
+
+        await eventually(held_again)
+        await standby.client.public.ReleaseSplit(planner_pb2.ReleaseSplitRequest(), timeout=10)
+
+        async def switched_again() -> bool:
+            return len(await standby.client.decisions("switch")) == 2
+
+        await eventually(switched_again)
+        epochs = [split.epoch for split in splits]
+        assert epochs == sorted(set(epochs)), "each epoch is written once, and they grow"
+        changes = [d for d in await standby.client.decisions() if d.epoch_after > d.epoch_before]
+        assert sorted(d.epoch_after for d in changes) == epochs, "each write has its decision"
+
+
+def window_of(number: int) -> internal_pb2.IterationWindow:
+    """Iterations that took what a node takes whose coefficients are c0 0.02, c1 0.002, d0 0.03 and d2 0.002."""
+    tokens, requests = 100 + 37 * number % 400, 1 + number % 7
+    prefill = internal_pb2.IterationSums(
+        iterations=2, busy_s=0.04 + 0.002 * tokens, uncached_tokens=tokens, query_key_pairs=tokens**2 / 2
+    )
+    decode = internal_pb2.IterationSums(
+        iterations=10,
+        busy_s=0.3 + 0.02 * requests,
+        requests=10 * requests,
+        context_tokens=(1000 + 400 * (number % 11)) * requests,
+    )
+    return internal_pb2.IterationWindow(incarnation="b-1", prefill=prefill, decode=decode)
+
+
 async def test_a_leader_that_was_paused_finds_that_another_leads(etcd: Etcd) -> None:
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(open_store(etcd))
@@ -140,9 +229,11 @@ class FormerLeader:
         await asyncio.Event().wait()
 
 
-def to_2p1d(split: core_planner.Split, live: frozenset[str], _share: float) -> core_planner.Decision:
+def to_2p1d(now: Situation) -> core_planner.Decision:
     shape = core_planner.SplitShape(2, 1)
-    return core_planner.propose_shape(split, live, shape, expected_epoch=0, reason="", author="former", now_s=0.0)
+    return core_planner.propose_shape(
+        now.split, now.live, shape, expected_epoch=0, reason="", author="former", now_s=0.0
+    )
 
 
 async def test_a_former_leader_that_does_not_know_it_is_refused(etcd: Etcd) -> None:
@@ -157,9 +248,9 @@ async def test_a_former_leader_that_does_not_know_it_is_refused(etcd: Etcd) -> N
 
             await eventually(split_written)
             before = await stored_split(store)
-            view = View(store, KEYS)
-            metrics = PlannerMetrics(Metrics())
-            office = Office(store, KEYS, view, initial=None, decisions_kept=10, clock=SystemClock(), metrics=metrics)
+            clock, metrics = SystemClock(), PlannerMetrics(Metrics())
+            view = View(store, KEYS, clock)
+            office = Office(store, KEYS, view, first=FirstSplit(), decisions_kept=10, clock=clock, metrics=metrics)
             election = FormerLeader(Guard(KEYS.leader("planner"), former.create_revision))
             loops = [
                 asyncio.create_task(view.run()),
@@ -168,7 +259,7 @@ async def test_a_former_leader_that_does_not_know_it_is_refused(etcd: Etcd) -> N
             try:
                 await asyncio.wait_for(view.loaded.wait(), 30)
                 with pytest.raises(Fenced):
-                    await office.propose(to_2p1d)
+                    await office.decide(to_2p1d)
             finally:
                 for loop in loops:
                     loop.cancel()
@@ -186,9 +277,8 @@ async def test_the_decision_of_a_leader_that_died_before_keeping_it_is_found_by_
                 return len(answer.decisions) == 1
 
             await eventually(decided)
-        kept = await store.get(KEYS.decisions)
+        assert (await store.get(KEYS.decision(0))) is not None
         split = await stored_split(store)
-        assert kept is not None
         await store.put(
             KEYS.split,
             (await store.get(KEYS.split)).value.replace(b'"epoch":1', b'"epoch":2').replace(b"first split", b"orphan"),  # type: ignore[union-attr]

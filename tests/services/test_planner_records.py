@@ -1,82 +1,213 @@
-"""The history of decisions: what is kept, and what etcd can take."""
+"""Decisions as etcd keeps them: read as they were written, computed again with the same result, and bounded."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 import pytest
+from core.planning import MODELS, WORKS, a_slice, mean_work, node_model
+from hypothesis import given
+from hypothesis import strategies as st
 
+from evolving.core.config import Gate, PlannerConfig
+from evolving.core.modes import Hold, Mode
 from evolving.core.planner import Decision, DecisionKind, Split
+from evolving.core.replan import decide_by_throughput, evaluate
 from evolving.core.terms import Role
+from evolving.core.throughput import NodeModel
 from evolving.runtime.keys import BadRecord
-from evolving_planner.records import History, decode_history, decode_split, encode_history, encode_split
+from evolving_planner.history import History
+from evolving_planner.measures import Missing
+from evolving_planner.records import decode_decision, decode_split, encode_decision, encode_split
+
+P, D, M, X = Role
+HOLDS = st.none() | st.builds(Hold, st.text(), st.text(), st.none() | st.floats(0, 1e10))
+MISSING = st.none() | st.builds(Missing, *[st.integers(0, 2**62)] * 4, st.floats(0, 1e9))
 
 
 def decision(epoch: int, nodes: int = 2) -> Decision:
-    roles = {f"node-{index}": Role.PREFILL if index else Role.DECODE for index in range(nodes)}
+    roles = {f"node-{index}": P if index else D for index in range(nodes)}
     return Decision(1.5, DecisionKind.OPERATOR, f"to {epoch}", "ops", epoch - 1, epoch, roles, roles, 0.25)
 
 
-def history_of(epochs: int, keep: int, nodes: int = 2) -> History:
-    history = History()
-    for epoch in range(1, epochs + 1):
-        history = history.with_decision(decision(epoch, nodes), keep)
-    return history
+def measured(models: dict[str, NodeModel], roles: dict[str, Role], config: PlannerConfig) -> Decision:
+    slices = [a_slice(mean_work(iterations=300 + 7 * i), 10.0 * len(roles), started_s=60.0 * i) for i in range(10)]
+    evaluation = evaluate(slices, roles, models, config)
+    return decide_by_throughput(
+        Split(3, roles),
+        roles,
+        evaluation,
+        mode=Mode.AUTO,
+        hold=None,
+        prefill_share=0.5,
+        author="planner",
+        now_s=1_700_000_000.5,
+    )
 
 
-def test_records_are_read_as_they_were_written() -> None:
-    history = history_of(5, keep=3)
-    assert decode_history(encode_history(history)) == history
+@given(
+    nodes=st.lists(st.tuples(MODELS, st.sampled_from([P, D, M, X])), min_size=1, max_size=6),
+    slices=st.lists(st.builds(a_slice, st.none() | WORKS, st.floats(0.1, 300)), max_size=10),
+    gate=st.sampled_from(Gate),
+    hold=HOLDS,
+    missing=MISSING,
+)
+def test_what_was_evaluated_is_read_as_it_was_written_and_computes_to_the_same(
+    nodes: list[tuple[NodeModel, Role]],
+    slices: list[object],
+    gate: Gate,
+    hold: Hold | None,
+    missing: Missing | None,
+) -> None:
+    models = {f"n{i}": model for i, (model, _) in enumerate(nodes)}
+    roles = {f"n{i}": role for i, (_, role) in enumerate(nodes)}
+    config = PlannerConfig(gate=gate, slices_valid_least=2)
+    evaluation = evaluate(slices, roles, models, config)  # type: ignore[arg-type]
+    written = replace(decision(4), evaluation=evaluation, mode=Mode.SHADOW, hold=hold)
+    read, read_missing = decode_decision(encode_decision(written, missing))
+    assert read == written
+    assert read_missing == missing
+    kept = read.evaluation
+    assert kept is not None
+    assert evaluate(kept.slices, kept.roles, kept.models, kept.config) == evaluation
+
+
+@pytest.mark.parametrize("value", [b"", b"{}", b"[]", b"\xff", b"null", b'{"kind": "stay"}'])
+def test_what_is_no_decision_is_a_bad_record(value: bytes) -> None:
+    with pytest.raises(BadRecord):
+        decode_decision(value)
+
+
+@given(data=st.data())
+def test_a_damaged_decision_is_a_bad_record_or_a_decision(data: st.DataObject) -> None:
+    roles = {"a": P, "b": D}
+    value = bytearray(encode_decision(measured(dict.fromkeys(roles, node_model()), roles, PlannerConfig()), Missing()))
+    for place in data.draw(st.lists(st.integers(0, len(value) - 1), min_size=1, max_size=3)):
+        value[place] = data.draw(st.integers(0, 255))
+    try:
+        decode_decision(bytes(value))
+    except BadRecord:
+        return
+
+
+def test_the_split_is_read_as_it_was_written() -> None:
     split = decision(4).split()
     assert decode_split(encode_split(split)) == split
 
 
-@pytest.mark.parametrize(
-    "value", [b"", b"{}", b"[]", b"\xff", b'{"decisions": [{}], "dropped": 0, "prefill_share": 0.5}']
-)
-def test_what_is_no_history_is_a_bad_record(value: bytes) -> None:
-    with pytest.raises(BadRecord):
-        decode_history(value)
+def test_a_decision_of_many_nodes_fits_into_a_value_of_etcd() -> None:
+    roles = {f"node-{i:04d}.cluster.example": P if i % 2 else D for i in range(256)}
+    models = {node: node_model(1.0 + i / 1000) if i % 8 == 0 else node_model() for i, node in enumerate(roles)}
+    made = measured(models, roles, PlannerConfig())
+    value = encode_decision(made, Missing())
+    assert len(value) < 1_000_000
+    assert decode_decision(value)[0] == made
 
 
-def test_the_newest_decisions_are_kept_and_the_last_share_aimed_at() -> None:
-    history = history_of(5, keep=3)
-    assert [d.epoch_after for d in history.decisions] == [3, 4, 5]
-    assert history.dropped == 2
-    assert history.prefill_share == 0.25
+def test_an_evaluation_too_large_for_etcd_is_left_out_and_the_decision_kept() -> None:
+    roles = {f"{'n' * 200}-{i}": P if i % 2 else D for i in range(4000)}
+    evaluation = evaluate([], roles, dict.fromkeys(roles, node_model()), PlannerConfig())
+    made = replace(decision(4), evaluation=evaluation)
+    read, _ = decode_decision(encode_decision(made, None))
+    assert read == replace(made, evaluation=None)
 
 
-def test_a_history_too_large_for_one_value_loses_its_oldest_decisions() -> None:
-    history = history_of(100, keep=100, nodes=500)
-    value = encode_history(history)
-    assert len(value) < 1_500_000
-    fitted = decode_history(value)
-    assert fitted.decisions[-1] == history.decisions[-1]
-    assert fitted.dropped + len(fitted.decisions) == 100
-    assert fitted.decisions == history.decisions[fitted.dropped :]
+# -- history
 
 
-def test_pages_go_from_the_newest_down_by_number() -> None:
-    history = history_of(7, keep=5)
-    first, following = history.page(2, None)
-    assert [d.epoch_after for d in first] == [7, 6]
-    assert following is not None
-    later = history.with_decision(decision(8), 5)
-    second, following = later.page(2, following)
-    assert [d.epoch_after for d in second] == [5, 4]
-    assert following is None, "the rest is no longer kept"
-    assert later.page(2, 1) == ([], None)
-    assert later.page(10, 0) == ([], None)
+def history_of(epochs: int, nodes: int = 2) -> History:
+    history = History()
+    for epoch in range(1, epochs + 1):
+        history.put(history.next_number, encode_decision(decision(epoch, nodes), None), revision=10 + epoch)
+    return history
 
 
-def test_a_split_without_its_decision_is_completed_once() -> None:
-    history = history_of(3, keep=10)
-    split = Split(4, {"a": Role.MIXED}, "orphan", "planner", 9.0)
-    completed = history.completed(split)
-    assert completed.decisions[-1].epoch_before == 3
-    assert completed.decisions[-1].epoch_after == 4
-    assert completed.decisions[-1].kind is DecisionKind.MEMBERSHIP
-    assert completed.completed(split) == completed
-    assert History().completed(Split()) == History()
-    by_operator = history.completed(replace(split, author="operator:x"))
-    assert by_operator.decisions[-1].kind is DecisionKind.OPERATOR
+def epochs(history: History, before: int | None = None) -> list[int]:
+    return [kept.decision.epoch_after for kept in history.before(before)]
+
+
+def test_the_newest_decision_says_what_is_in_force() -> None:
+    history = history_of(3)
+    hold = Hold("ops", "a test", 17.0)
+    history.put(3, encode_decision(replace(decision(4), hold=hold, prefill_share=0.75), None), revision=20)
+    assert (history.epoch, history.hold, history.prefill_share, history.next_number) == (4, hold, 0.75, 4)
+    empty = History()
+    assert (empty.epoch, empty.hold, empty.prefill_share, empty.next_number) == (0, None, 0.5, 0)
+
+
+def test_a_decision_that_cannot_be_read_hides_no_other_and_keeps_its_number() -> None:
+    history = history_of(3)
+    for number in (1, 3):
+        with pytest.raises(BadRecord):
+            history.put(number, b"{", revision=50)
+    assert epochs(history) == [3, 1]
+    assert history.next_number == 4
+    assert history.epoch == 3
+    assert history.surplus(keep=2) == [0, 1], "it counts, and goes when its time has come"
+
+
+def test_an_older_value_or_removal_changes_nothing() -> None:
+    history = history_of(2)
+    history.put(1, encode_decision(decision(9), None), revision=11)
+    assert epochs(history) == [2, 1]
+    history.forget(1, revision=11)
+    assert epochs(history) == [2, 1]
+    history.forget(1, revision=12)
+    assert epochs(history) == [1]
+
+
+def test_the_newest_are_kept_and_fewer_where_they_are_too_large_together() -> None:
+    assert history_of(5).surplus(keep=3) == [0, 1]
+    assert history_of(2).surplus(keep=3) == []
+    large = history_of(60, nodes=5000)
+    surplus = large.surplus(keep=200)
+    assert surplus == list(range(len(surplus)))
+    assert 0 < len(surplus) < 60
+    kept_bytes = (60 - len(surplus)) * len(encode_decision(decision(60, 5000), None))
+    assert kept_bytes < 32 * 1024 * 1024, "all of it comes in one message"
+
+
+def test_decisions_are_listed_from_the_newest_down_by_number() -> None:
+    history = history_of(7)
+    assert epochs(history) == [7, 6, 5, 4, 3, 2, 1]
+    assert epochs(history, before=3) == [3, 2, 1]
+    history.put(7, encode_decision(decision(8), None), revision=30)
+    assert epochs(history, before=3) == [3, 2, 1], "numbers stay"
+    assert epochs(history, before=0) == []
+
+
+def test_a_split_without_its_decision_gets_one_once() -> None:
+    history = history_of(3)
+    last = decision(3)
+    orphan = Split(4, {**last.roles_after, "node-0": P}, "orphan", "planner", 9.0)
+    found = history.decision_behind(orphan, None)
+    assert found is not None
+    assert (found.epoch_before, found.epoch_after, found.reason) == (3, 4, "orphan")
+    assert found.kind is DecisionKind.SWITCH, "the same nodes, and no operator"
+    history.put(3, encode_decision(found, None), revision=30)
+    assert history.decision_behind(orphan, None) is None
+    assert History().decision_behind(Split(), None) is None
+    joined = replace(orphan, epoch=7, roles={**orphan.roles, "new": P})
+    found = history.decision_behind(joined, None)
+    assert found is not None
+    assert (found.kind, found.epoch_after) == (DecisionKind.MEMBERSHIP, 7)
+    assert found.split() == joined
+
+
+def test_a_split_by_an_operator_whose_decision_is_lost_holds() -> None:
+    history = history_of(3)
+    roles = {**decision(3).roles_after, "node-0": P}
+    found = history.decision_behind(Split(4, roles, "they say so", "operator:x", 9.0), None)
+    assert found is not None
+    assert found.kind is DecisionKind.OPERATOR
+    assert found.hold == Hold("operator:x", "they say so", None)
+
+
+def test_what_a_planner_was_about_to_write_is_the_decision_behind_its_split() -> None:
+    history = history_of(3)
+    mine = replace(decision(4), hold=Hold("ops", "", 99.0), prefill_share=0.9)
+    assert history.decision_behind(mine.split(), mine) is mine
+    others = replace(mine.split(), author="operator:x")
+    found = history.decision_behind(others, mine)
+    assert found is not None
+    assert found.author == "operator:x"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-from evolving.core.config import PlannerConfig
 from evolving.internal.v1 import planner_pb2_grpc as internal_grpc
 from evolving.runtime.election import Election
 from evolving.runtime.service import Service, run_service
@@ -12,10 +11,12 @@ from evolving.runtime.settings_loader import load
 from evolving.runtime.store import Store
 from evolving.v1 import planner_pb2_grpc
 from evolving_planner.intake import IntakeService
+from evolving_planner.learning import Learning
 from evolving_planner.measures import Measures
 from evolving_planner.metrics import PlannerMetrics
 from evolving_planner.models import ModelBook
 from evolving_planner.office import Office
+from evolving_planner.replanner import Replanner
 from evolving_planner.service import PlannerService
 from evolving_planner.settings import PlannerSettings
 from evolving_planner.view import LEADER_ROLE, View
@@ -30,26 +31,34 @@ async def run_planner(service: Service[PlannerSettings]) -> None:
 async def _run(service: Service[PlannerSettings], store: Store) -> None:
     settings, clock, keys = service.settings, service.clock, service.settings.keys
     metrics = PlannerMetrics(service.metrics)
-    view = View(store, keys)
+    view = View(store, keys, clock)
     office = Office(
         store,
         keys,
         view,
-        initial=settings.initial_shape,
+        first=settings.first_split,
         decisions_kept=settings.decisions_kept,
         clock=clock,
         metrics=metrics,
     )
-    measures, models = Measures(PlannerConfig()), ModelBook()
+    measures = Measures(settings.planner_config)
+    models = ModelBook(settings.fit_config, windows_kept=settings.iteration_windows_kept)
+    learning = Learning(view, office, models, clock, metrics)
+    replanner = Replanner(
+        view,
+        office,
+        measures,
+        learning,
+        config=settings.planner_config,
+        mode=settings.mode,
+        clock=clock,
+        metrics=metrics,
+    )
+    public = PlannerService(view, office, replanner, learning, measures, settings.mode, clock)
     intake = IntakeService(settings.partition_id, view, office, measures, models, clock, metrics)
-    service.server.add(
-        planner_pb2_grpc.add_PlannerServiceServicer_to_server,
-        PlannerService(view, office, clock),
-        "evolving.v1.PlannerService",
-    )
-    service.server.add(
-        internal_grpc.add_PlannerServiceServicer_to_server, intake, "evolving.internal.v1.PlannerService"
-    )
+    add = service.server.add
+    add(planner_pb2_grpc.add_PlannerServiceServicer_to_server, public, "evolving.v1.PlannerService")
+    add(internal_grpc.add_PlannerServiceServicer_to_server, intake, "evolving.internal.v1.PlannerService")
     service.ready.require("view", "registered")
     address = await service.start()
     registration = service.announce(store, "planner")
@@ -63,6 +72,8 @@ async def _run(service: Service[PlannerSettings], store: Store) -> None:
         service.on_drain(election.close)  # resign first, so that another leads while this one drains
         service.spawn(view.run(), "view")
         service.spawn(office.run(election, address), "office")
+        service.spawn(learning.run(), "learning")
+        service.spawn(replanner.run(), "replanner")
         service.spawn(announce_ready(), "announce_ready")
         await service.serve()
 

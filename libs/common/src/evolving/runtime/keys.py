@@ -5,7 +5,7 @@ Layout, below `{prefix}/{partition}/`:
     nodes/{node_id}              NodeRegistration, under the node agent's lease
     split                        Split, written by the leading planner only, fenced by its leader key
     leaders/{role}               the leader's advertised address (bytes), under its lease
-    decisions                    the planner's last decisions, its JSON, fenced like the split
+    decisions/{number}           one decision of the planner, its JSON, fenced like the split; numbered from 0
     model                        the fitted time models of nodes, the planner's JSON, fenced like the split
     terms/{role}                 how often an instance of the role began, an ASCII integer that only grows
     services/{kind}/{instance}   ServiceRegistration, under the service's lease; kind: gateway, directory, planner
@@ -63,8 +63,12 @@ class Keys:
 
     @property
     def decisions(self) -> str:
-        """The planner's last decisions."""
-        return f"{self.root}/decisions"
+        """Prefix of the planner's decisions."""
+        return f"{self.root}/decisions/"
+
+    def decision(self, number: int) -> str:
+        """One decision. Keys are in the order of their numbers."""
+        return f"{self.decisions}{number:010d}"
 
     @property
     def model(self) -> str:
