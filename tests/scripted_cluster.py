@@ -54,10 +54,13 @@ class Scripted:
 
 @dataclass
 class ScriptedPlanner(Scripted, planner_pb2_grpc.PlannerServiceServicer):
-    """Accepts any split: its epoch is one more, its roles the changes'."""
+    """Accepts any split: its epoch is one more, its roles the changes'. A shape it has no candidate for: nothing can be
+    said of it."""
 
     split: planner_pb2.GetSplitResponse = field(default_factory=planner_pb2.GetSplitResponse)
     decisions: list[planner_pb2.Decision] = field(default_factory=list)
+    evaluation: planner_pb2.Evaluation = field(default_factory=planner_pb2.Evaluation)
+    models: list[planner_pb2.NodeModel] = field(default_factory=list)
     page: int = 1000
 
     def GetSplit(self, request: planner_pb2.GetSplitRequest, context: Context) -> planner_pb2.GetSplitResponse:
@@ -82,11 +85,36 @@ class ScriptedPlanner(Scripted, planner_pb2_grpc.PlannerServiceServicer):
         first = int(request.page_token or 0)
         last = first + min(request.page_size or 50, self.page)
         following = str(last) if last < len(self.decisions) else ""
-        return planner_pb2.ListDecisionsResponse(decisions=self.decisions[first:last], next_page_token=following)
+        answer = planner_pb2.ListDecisionsResponse(decisions=self.decisions[first:last], next_page_token=following)
+        if not request.with_evaluations:
+            for decision in answer.decisions:
+                decision.ClearField("evaluation")
+        return answer
+
+    def ReleaseSplit(
+        self, request: planner_pb2.ReleaseSplitRequest, context: Context
+    ) -> planner_pb2.ReleaseSplitResponse:
+        self.note(request, context)
+        return planner_pb2.ReleaseSplitResponse(split=self.split.split)
+
+    def EvaluateSplit(
+        self, request: planner_pb2.EvaluateSplitRequest, context: Context
+    ) -> planner_pb2.EvaluateSplitResponse:
+        self.note(request, context)
+        answer = planner_pb2.EvaluateSplitResponse(evaluation=self.evaluation)
+        for candidate in self.evaluation.candidates:
+            if request.HasField("shape") and candidate.shape == request.shape:
+                answer.candidate.CopyFrom(candidate)
+        return answer
 
     def GetModel(self, request: planner_pb2.GetModelRequest, context: Context) -> planner_pb2.GetModelResponse:
         self.note(request, context)
-        return planner_pb2.GetModelResponse()
+        return planner_pb2.GetModelResponse(nodes=self.models)
+
+    def RefitModel(self, request: planner_pb2.RefitModelRequest, context: Context) -> planner_pb2.RefitModelResponse:
+        self.note(request, context)
+        wanted = [model for model in self.models if not request.node_ids or model.node_id in request.node_ids]
+        return planner_pb2.RefitModelResponse(nodes=wanted)
 
 
 @dataclass

@@ -149,7 +149,9 @@ async def test_status_asks_every_node_and_service(partition: Partition) -> None:
         ready = stack.enter_context(running(ScriptedNode(status=READY)))
         silent = stack.enter_context(running(ScriptedNode()))
         starting = stack.enter_context(running(ScriptedNode(status=node_agent_pb2.WatchStatusResponse())))
-        leading = stack.enter_context(running(ScriptedPlanner()))
+        planner = ScriptedPlanner()
+        planner.split.mode, planner.split.hold.author = "manual", "operator:me"
+        leading = stack.enter_context(running(planner))
         standby = stack.enter_context(running(ScriptedPlanner(), serving=False))
         gone = nobody()
         for node_id, address in {"node-a": ready, "node-b": silent, "node-c": starting, "node-d": gone}.items():
@@ -164,6 +166,7 @@ async def test_status_asks_every_node_and_service(partition: Partition) -> None:
     value = json.loads(as_json)
     assert (value["partition"], value["epoch"], value["split"]) == ("p0", 5, split.roles)
     assert value["leaders"] == {"planner": leading}
+    assert (value["mode"], value["hold"]["author"]) == ("manual", "operator:me")
     nodes = {node["node_id"]: node for node in value["nodes"]}
     assert {name: node["state"] for name, node in nodes.items()} == {
         "node-a": "ready",
@@ -183,6 +186,7 @@ async def test_status_asks_every_node_and_service(partition: Partition) -> None:
     lines = [line.split() for line in table.splitlines()]
     assert "split 1P2D +1 mixed · epoch 5" in table, "the split's role where a node can't say its own"
     assert f"planner: {leading} leads" in table
+    assert "mode manual · held by operator:me until released" in table
     (row,) = (line for line in lines if line[:1] == ["node-a"])
     legs = ["3", "640", "2", "1", "4", "28"]
     kv = ["250/1000", "25%", "2000/4000", "50%", "25%"]
@@ -195,6 +199,7 @@ async def test_an_empty_partition_is_shown_as_such(partition: Partition) -> None
     code, out, _ = await partition.run("status", "--json")
     assert code == 0
     assert json.loads(out)["nodes"] == []
+    assert json.loads(out)["mode"] is json.loads(out)["hold"] is None
     code, _, err = await partition.run("audit")
     assert code == 3
     assert "no directory is registered in partition p0" in err

@@ -11,11 +11,13 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from evolving.v1 import planner_pb2
 from evolving_client.ctl import directory, models, output, split, status
 from evolving_client.ctl.cluster import Cluster, Options
 from evolving_client.ctl.command import fail, options_of, run
 from evolving_client.ctl.failure import refused, unreachable, usage
 from evolving_client.ctl.plain import plain
+from evolving_client.ctl.plan_app import plan_app
 from evolving_client.events import Finished
 
 _HELP = """Look at an Evolving Infra cluster, and steer it.
@@ -69,6 +71,7 @@ split_app = typer.Typer(help="The roles of the nodes.", no_args_is_help=True, ri
 branch_app = typer.Typer(help="Branches, as the directory knows them.", no_args_is_help=True, rich_markup_mode=None)
 block_app = typer.Typer(help="Blocks of KV, as the directory knows them.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(split_app, name="split")
+app.add_typer(plan_app, name="plan")
 app.add_typer(branch_app, name="branch")
 app.add_typer(block_app, name="block")
 
@@ -127,11 +130,11 @@ def _token_in(path: Path | None) -> str | None:
 def _status(context: typer.Context) -> None:
     """Nodes with roles, queues and KV, and services with their health."""
     options = options_of(context)
-    registry, nodes, services = run(context, status.gather)
+    found = run(context, status.gather)
     if options.json:
-        output.print_json(status.as_json(registry, nodes, services, options.partition))
+        output.print_json(status.as_json(found, options.partition))
     else:
-        status.print_status(registry, nodes, services, options.partition)
+        status.print_status(found, options.partition)
 
 
 @split_app.command("show")
@@ -158,30 +161,43 @@ def _split_set(
     expected_epoch: Annotated[
         int, typer.Option(min=0, help="refuse if the split changed since this epoch; 0: whatever it is")
     ] = 0,
+    hold_s: Annotated[
+        float, typer.Option("--hold-s", min=0.0, help="hold it for so many seconds; 0: until released")
+    ] = 0.0,
+    no_hold: Annotated[bool, typer.Option("--no-hold", help="the planner may change it again")] = False,
 ) -> None:
-    """Set the split. It takes effect at once and interrupts nothing."""
+    """Set the split. It takes effect at once, interrupts nothing, and holds until evolvectl plan release, or for
+    --hold-s, whatever the planner measures."""
+    if hold_s and no_hold:
+        fail(usage("give one of --hold-s and --no-hold"))
 
-    async def propose(cluster: Cluster) -> Any:
+    async def propose(cluster: Cluster) -> planner_pb2.Split:
         request = split.parse_proposal(proposal)
         request.reason, request.expected_epoch = reason, expected_epoch
+        request.hold_s, request.no_hold = hold_s, no_hold
         return await split.propose_split(cluster, request)
 
-    answer = run(context, propose)
+    after = run(context, propose)
     if options_of(context).json:
-        output.print_json(plain(answer))
+        output.print_json(plain(after))
     else:
-        split.print_split_line(answer)
+        split.print_set(after, hold_s=hold_s, no_hold=no_hold)
 
 
 @app.command("decisions")
 def _decisions(
     context: typer.Context,
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="at most so many, newest first")] = 20,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="with what each was decided from: splits, slices, models")
+    ] = False,
 ) -> None:
     """What the planner and operators decided, and why."""
-    decisions = run(context, lambda cluster: split.read_decisions(cluster, limit))
+    decisions = run(context, lambda cluster: split.read_decisions(cluster, limit, with_evaluations=verbose))
     if options_of(context).json:
         output.print_json({"decisions": [plain(decision) for decision in decisions]})
+    elif verbose:
+        split.print_evaluations(decisions)
     else:
         split.print_decisions(decisions)
 

@@ -55,6 +55,8 @@ def from_error(error: EvolvingError, what: str, timeout_s: float) -> Failure:
                 "start it, or find one that runs: evolvectl status"
             )
         return unreachable(f"{what} can't be reached; see that it runs: evolvectl status")
+    if error.reason == "NOT_LEADER":
+        return refused(f"{what} does not lead, and no leader answers: wait for one, evolvectl status shows who leads")
     if isinstance(error, Unauthenticated):
         return refused(f"{what} refused: {error}; give a token that may do this with --token-file")
     return refused(f"{what} refused: {error}")

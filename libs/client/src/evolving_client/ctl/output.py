@@ -14,6 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 _PIPE_WIDTH = 240  # columns; a pipe has none of its own, and a table cut at 80 can't be searched
+_UNITS = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
+_SHORT_UNITS = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9), ("ps", 1e-12), ("fs", 1e-15))
 _STYLES = {
     "ready": "green",
     "serving": "green",
@@ -57,6 +59,37 @@ def percent(part: int, whole: int) -> str:
 def seconds(value_s: float) -> str:
     """ "0.25s"; longer ones without fractions."""
     return f"{value_s:.2f}s" if value_s < 100 else f"{value_s:.0f}s"
+
+
+def duration(value_s: float) -> str:
+    """ "0.25s", "45s", "12min 30s", "1h 5min", "3d 4h": two units, without the smaller one where it is none."""
+    if value_s < 1:
+        return f"{value_s:.2g}s"
+    left_s = round(value_s)
+    parts: list[tuple[int, str]] = []
+    for unit, unit_s in _UNITS:
+        if left_s >= unit_s or parts:
+            parts.append((left_s // unit_s, unit))
+            left_s %= unit_s
+    return " ".join(f"{count}{unit}" for count, unit in parts[:2] if count)
+
+
+def ago(value_s: float) -> str:
+    """ "5min ago"; "now"."""
+    return f"{duration(value_s)} ago" if value_s >= 0.5 else "now"
+
+
+def short_time(value_s: float) -> str:
+    """Three digits with a unit that suits: "12.3ms", "850ns"."""
+    if not value_s:
+        return "0s"
+    unit, scale = next((each for each in _SHORT_UNITS if abs(value_s) >= each[1]), _SHORT_UNITS[-1])
+    return f"{value_s / scale:.3g}{unit}"
+
+
+def rate(value_per_s: float) -> str:
+    """Three digits."""
+    return f"{value_per_s:.3g}" if value_per_s < 1000 else f"{value_per_s:.0f}"
 
 
 def moment(wall_s: float) -> str:

@@ -10,9 +10,10 @@ from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from evolving.internal.v1 import node_agent_pb2, node_agent_pb2_grpc
-from evolving.v1 import common_pb2
-from evolving_client.ctl import output
+from evolving.v1 import common_pb2, planner_pb2
+from evolving_client.ctl import output, split
 from evolving_client.ctl.cluster import Cluster
+from evolving_client.ctl.failure import Failure
 from evolving_client.ctl.plain import Plain, plain
 from evolving_client.ctl.registry import Node, Registry, Service
 
@@ -43,15 +44,39 @@ class ServiceState:
     leads: bool | None  # None: its kind elects no leader
 
 
-async def gather(cluster: Cluster) -> tuple[Registry, list[NodeState], list[ServiceState]]:
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A partition, as it is registered and as it answers. plan: None where no planner says."""
+
+    registry: Registry
+    nodes: list[NodeState]
+    services: list[ServiceState]
+    plan: planner_pb2.GetSplitResponse | None
+
+    @property
+    def hold(self) -> planner_pb2.Hold | None:
+        """The operator's hold, if one is known."""
+        return self.plan.hold if self.plan is not None and self.plan.HasField("hold") else None
+
+
+async def gather(cluster: Cluster) -> Found:
     """Ask all of them at once."""
     registry = await cluster.registry()
     timeout_s = min(cluster.options.timeout_s, _LONGEST_PROBE_S)
-    nodes, services = await asyncio.gather(
+    nodes, services, plan = await asyncio.gather(
         asyncio.gather(*(_node(cluster, node, timeout_s) for node in registry.nodes)),
         asyncio.gather(*(_service(cluster, registry, service, timeout_s) for service in registry.services)),
+        _plan(cluster, timeout_s),
     )
-    return registry, list(nodes), list(services)
+    return Found(registry, list(nodes), list(services), plan)
+
+
+async def _plan(cluster: Cluster, timeout_s: float) -> planner_pb2.GetSplitResponse | None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await split.read_split(cluster)
+    except (Failure, TimeoutError):
+        return None
 
 
 async def _node(cluster: Cluster, node: Node, timeout_s: float) -> NodeState:
@@ -79,14 +104,17 @@ async def _service(cluster: Cluster, registry: Registry, service: Service, timeo
     return ServiceState(service, "serving" if serving else "not serving", leads)
 
 
-def as_json(registry: Registry, nodes: list[NodeState], services: list[ServiceState], partition: str) -> Plain:
+def as_json(found: Found, partition: str) -> Plain:
     """The documented form. A node's fields from "role" on are null while it is unreachable."""
+    registry, plan, hold = found.registry, found.plan, found.hold
     return {
         "partition": partition,
         "epoch": registry.epoch,
         "split": dict(sorted(registry.roles.items())),
         "leaders": dict(sorted(registry.leaders.items())),
-        "nodes": [_node_json(state) for state in nodes],
+        "mode": plan.mode if plan is not None else None,
+        "hold": plain(hold) if hold is not None else None,
+        "nodes": [_node_json(state) for state in found.nodes],
         "services": [
             {
                 "kind": state.service.kind,
@@ -97,7 +125,7 @@ def as_json(registry: Registry, nodes: list[NodeState], services: list[ServiceSt
                 "version": state.service.version,
                 "started_at_s": state.service.started_at_s,
             }
-            for state in services
+            for state in found.services
         ],
     }
 
@@ -119,17 +147,20 @@ def _node_json(state: NodeState) -> Plain:
     }
 
 
-def print_status(registry: Registry, nodes: list[NodeState], services: list[ServiceState], partition: str) -> None:
-    """Two tables and a line above them."""
-    roles = [_role(registry, state) for state in nodes]
+def print_status(found: Found, partition: str) -> None:
+    """Two tables and lines above them."""
+    registry, plan = found.registry, found.plan
+    roles = [_role(registry, state) for state in found.nodes]
     leader = registry.leaders.get("planner", "nobody")
     output.print_line(
         f"partition {partition} · split {output.shape_of(roles)} · epoch {registry.epoch} · planner: {leader} leads"
     )
+    if plan is not None:
+        output.print_line(f"mode {plan.mode or 'unknown'} · {split.hold_line(found.hold)}")
     output.print_table(
         ["node", "state", "role", ">epoch", ">wait", ">queued", ">to fetch", ">prefilling", ">holding", ">decoding",
          ">slots free", ">KV L1 tokens", ">KV L2 tokens", ">L2 uncounted", ">engine pid", ">starts", "address"],
-        [_node_row(state, role) for state, role in zip(nodes, roles, strict=True)],
+        [_node_row(state, role) for state, role in zip(found.nodes, roles, strict=True)],
     )  # fmt: skip
     output.print_table(
         ["service", "instance", "health", "leads", "version", "since", "address"],
@@ -143,7 +174,7 @@ def print_status(registry: Registry, nodes: list[NodeState], services: list[Serv
                 output.moment(state.service.started_at_s),
                 state.service.address,
             ]
-            for state in services
+            for state in found.services
         ],
     )
 
