@@ -122,6 +122,17 @@ def test_equation_6_gains_are_relative_paired_by_slice_and_averaged() -> None:
                 assert candidate.error == pytest.approx(error, abs=1e-9)
 
 
+def test_theta_of_a_window_is_the_mean_of_each_slice_s_smaller_sum() -> None:
+    """Not the smaller of the mean sums: prefill limits half of these slices, decode the others."""
+    split = split_of("4P5D")
+    slices = [a_slice(mean_work(iterations=each), OPEN) for each in (20, 4000) * 5]
+    present = next(each for each in evaluated(split, slices).candidates if not each.moves)
+    rates = [throughput(dict.fromkeys(NINE, node_model()), split.roles, s.work, OPEN) for s in slices if s.work]
+    assert {rate.prefill < rate.decode for rate in rates} == {True, False}
+    assert present.throughput == pytest.approx(statistics.mean(rate.total for rate in rates))
+    assert present.throughput < 0.9 * min(present.prefill, present.decode)
+
+
 def test_of_the_candidates_that_pass_the_one_that_gains_most_is_taken() -> None:
     evaluation = evaluated(split_of("8P1D"), noisy())
     passing = [candidate for candidate in evaluation.candidates if candidate.passes]
