@@ -7,16 +7,15 @@ service's etcd_endpoints.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import cluster
 import grpc
 import pytest
 from etcd3aio import EtcdError
@@ -34,12 +33,8 @@ def etcd_binary() -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    """Ports that stay free while nobody listens: a member that is away finds its own again."""
+    return cluster.free_ports(count)
 
 
 class EtcdMember:
@@ -113,15 +108,14 @@ class Etcd:
 
     async def start(self) -> None:
         """Start every member that isn't running and wait until the cluster answers."""
-        cluster = ",".join(f"{member.name}={member.peer_url}" for member in self.members)
         for member in self.members:
             if member.process is None:
-                member.start(cluster)
+                member.start(self._initial)
         await self.wait_serving()
 
     async def restart(self, member: EtcdMember) -> None:
         """Start one killed member again; it keeps its data."""
-        member.start(",".join(f"{one.name}={one.peer_url}" for one in self.members))
+        member.start(self._initial)
         await self.wait_serving()
 
     async def wait_serving(self) -> None:
@@ -171,6 +165,11 @@ class Etcd:
         self.kill()
         shutil.rmtree(self.directory, ignore_errors=True)
 
+    @property
+    def _initial(self) -> str:
+        """All members, as each has to be told when it starts."""
+        return ",".join(f"{member.name}={member.peer_url}" for member in self.members)
+
     async def _wait_member(self, member: EtcdMember) -> None:
         async with asyncio.timeout(START_TIMEOUT_S), grpc.aio.insecure_channel(member.endpoint) as channel:
             kv = KVService(channel, max_attempts=1)
@@ -188,20 +187,20 @@ class Etcd:
 @pytest.fixture
 async def etcd() -> AsyncIterator[Etcd]:
     """One etcd member, running."""
-    cluster = Etcd(1)
+    started = Etcd(1)
     try:
-        await cluster.start()
-        yield cluster
+        await started.start()
+        yield started
     finally:
-        cluster.destroy()
+        started.destroy()
 
 
 @pytest.fixture
 async def etcd_cluster() -> AsyncIterator[Etcd]:
     """Three etcd members, running."""
-    cluster = Etcd(3)
+    started = Etcd(3)
     try:
-        await cluster.start()
-        yield cluster
+        await started.start()
+        yield started
     finally:
-        cluster.destroy()
+        started.destroy()

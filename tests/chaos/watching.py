@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
+import urllib.request
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +53,7 @@ async def restart(cluster: LocalCluster, *names: str) -> None:
 
 async def node_status(cluster: LocalCluster) -> dict[str, node_agent_pb2.WatchStatusResponse]:
     """What each node says of itself now."""
-    return {name: await _status(cluster, name) for name in cluster.processes if name.startswith("node-")}
+    return {name: await status_of(cluster, name) for name in cluster.processes if name.startswith("node-")}
 
 
 async def roles(cluster: LocalCluster, role: common_pb2.Role.ValueType) -> list[str]:
@@ -83,13 +85,26 @@ async def _left(cluster: LocalCluster) -> str:
     return f"{audit}, {branches}, {busy}" if any(wrong) or branches.branches or busy else ""
 
 
-async def _status(cluster: LocalCluster, name: str) -> node_agent_pb2.WatchStatusResponse:
+async def status_of(cluster: LocalCluster, name: str) -> node_agent_pb2.WatchStatusResponse:
+    """What one node says of itself now."""
     async with open_channel(cluster.processes[name].address) as channel:
         stub = node_agent_pb2_grpc.NodeAgentServiceStub(channel)
         request = node_agent_pb2.WatchStatusRequest(partition_id=cluster.spec.partition_id)
         status = await stub.WatchStatus(request, timeout=_LONGEST_S).read()
     assert isinstance(status, node_agent_pb2.WatchStatusResponse)
     return status
+
+
+async def moves(cluster: LocalCluster, reason: str) -> int:
+    """How often the gateways moved a request, since each began, for one reason."""
+    gateways = [process for name, process in cluster.processes.items() if name.startswith("gateway")]
+    pages = [await asyncio.to_thread(_page, f"http://{process.metrics_address}/metrics") for process in gateways]
+    return sum(int(count) for page in pages for count in re.findall(rf'moves_total{{reason="{reason}"}} (\d+)', page))
+
+
+def _page(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=_LONGEST_S) as answer:
+        return str(answer.read().decode())
 
 
 def complaints(cluster: LocalCluster) -> list[str]:

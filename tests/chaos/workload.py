@@ -11,43 +11,71 @@ from dataclasses import dataclass, field
 
 from chaos.oracle import output_of
 
-from evolving_client import Branch, Client, DeadlineExceeded, Finished, Generation, RetryPolicy, Tokens
+from evolving_client import Branch, Client, DeadlineExceeded, Finished, Generation, RetryPolicy, Started, Tokens
 
 _MOST_CONTEXT_TOKENS = 3_000
+_DRAINED_S = 60.0
 
 
-async def checked(generation: Generation, prompt: Sequence[int], max_tokens: int) -> Finished:
-    """The result, after comparing each token with what an undisturbed run gives."""
+@dataclass(slots=True)
+class Asked:
+    """One request, as its client sees it."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    prefill_node_id: str = ""  # where it was routed last; "": nowhere yet
+    received: int = 0  # output tokens
+    result: Finished | None = None
+    begun: asyncio.Event = field(default_factory=asyncio.Event)  # it has been routed
+
+
+async def checked(
+    generation: Generation, prompt: Sequence[int], max_tokens: int, asked: Asked | None = None
+) -> Finished:
+    """The result, after comparing each token with what an undisturbed run gives. `asked` is kept up to date."""
     expected = output_of(prompt, max_tokens)
-    at = 0
+    asked = asked or Asked(prompt, max_tokens)
     async for event in generation:
+        at = asked.received
+        if isinstance(event, Started):
+            asked.prefill_node_id = event.prefill_node_id
+            asked.begun.set()
         if isinstance(event, Tokens):
             assert event.index == at, f"token {event.index} came where {at} was due"
             assert event.token_ids == expected[at : at + len(event.token_ids)], f"wrong tokens from {at} on"
-            at += len(event.token_ids)
+            asked.received += len(event.token_ids)
         if isinstance(event, Finished):
             assert at == max_tokens
             assert event.output_token_ids == expected
+            asked.result = event
             return event
     raise AssertionError("a generation ends with its result or an error")
 
 
 @dataclass(slots=True)
 class Load:
-    """What some agents did so far. `failures` must stay empty."""
+    """What some agents did so far. `failures` must stay empty, and once it has ended `asked` have all their results."""
 
     client: Client
     seed: int
     max_tokens: int = 40
-    finished: int = 0
     left_early: int = 0
     late: int = 0
-    reconnects: int = 0
-    moves: int = 0
+    asked: list[Asked] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
     _stopping: bool = False
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    @property
+    def finished(self) -> int:
+        """Requests that have their result."""
+        return sum(each.result is not None for each in self.asked)
+
+    @property
+    def open(self) -> list[Asked]:
+        """Requests without a result: running, or failed."""
+        return [each for each in self.asked if each.result is None]
 
     async def agent(self, number: int) -> None:
         """Sessions, one after the other, until stopped."""
@@ -59,39 +87,41 @@ class Load:
                 self.failures.append(f"agent {number}: {type(error).__name__}: {error}")
 
     async def _session(self, rng: random.Random) -> None:
-        root = self._keep(self.client.branch())
-        prompt = self._tokens(rng, rng.choice([5, 64, 130, 500]))
+        root = self.keep(self.client.branch())
+        prompt = self.tokens(rng, rng.choice([5, 64, 130, 500]))
         for _ in range(rng.randrange(1, 5)):
             if self._stopping:
                 break
             prompt = await self._turn(rng, root, prompt)
             kind = rng.randrange(6)
             if kind == 0:
-                await self._turn(rng, self._keep(root.fork()), [*prompt, *self._tokens(rng, 10)])
+                await self._turn(rng, self.keep(root.fork()), [*prompt, *self.tokens(rng, 10)])
             elif kind == 1:
-                helpers = [self._keep(root.subagent()) for _ in range(2)]
-                await asyncio.gather(*(self._turn(rng, each, self._tokens(rng, 80)) for each in helpers))
+                helpers = [self.keep(root.subagent()) for _ in range(2)]
+                await asyncio.gather(*(self._turn(rng, each, self.tokens(rng, 80)) for each in helpers))
             elif kind == 2 or len(prompt) > _MOST_CONTEXT_TOKENS:
-                prompt = [*prompt[:64], *self._tokens(rng, 70)]
+                prompt = [*prompt[:64], *self.tokens(rng, 70)]
                 root.compact(prompt)
             elif kind == 3:
-                await self._leave_early(rng, root, [*prompt, *self._tokens(rng, 5)])
+                await self._leave_early(rng, root, [*prompt, *self.tokens(rng, 5)])
             elif kind == 4:
-                await self._too_late(root, [*prompt, *self._tokens(rng, 5)])
-            prompt = [*prompt, *self._tokens(rng, rng.choice([1, 30, 200]))]
+                await self._too_late(root, [*prompt, *self.tokens(rng, 5)])
+            prompt = [*prompt, *self.tokens(rng, rng.choice([1, 30, 200]))]
         if rng.randrange(2):
             await root.end(subtree=True)
 
     async def _turn(self, rng: random.Random, branch: Branch, prompt: list[int]) -> list[int]:
-        tokens = rng.randrange(1, self.max_tokens + 1)
-        generation = branch.generate(
-            token_ids=prompt, max_tokens=tokens, ignore_eos=True, priority=rng.choice([-100, 0, 0, 100])
-        )
-        finished = await checked(generation, prompt, tokens)
-        self.finished += 1
-        self.reconnects += finished.reconnects
-        self.moves += finished.attempts
+        asked = Asked(prompt, rng.randrange(1, self.max_tokens + 1))
+        finished = await self.ask(branch, asked, priority=rng.choice([-100, 0, 0, 100]))
         return [*prompt, *finished.output_token_ids]
+
+    async def ask(self, branch: Branch, asked: Asked, priority: int = 0) -> Finished:
+        """One request, counted and checked."""
+        self.asked.append(asked)
+        generation = branch.generate(
+            token_ids=asked.prompt, max_tokens=asked.max_tokens, ignore_eos=True, priority=priority
+        )
+        return await checked(generation, asked.prompt, asked.max_tokens, asked)
 
     async def _leave_early(self, rng: random.Random, branch: Branch, prompt: list[int]) -> None:
         reads = rng.randrange(4)
@@ -107,18 +137,23 @@ class Load:
         except DeadlineExceeded:
             self.late += 1
 
-    def _keep(self, branch: Branch) -> Branch:
+    def keep(self, branch: Branch) -> Branch:
+        """Note a branch that has to be ended."""
         self.branches.append(branch)
         return branch
 
-    def _tokens(self, rng: random.Random, count: int) -> list[int]:
+    def tokens(self, rng: random.Random, count: int) -> list[int]:
         """Tokens no other call had, unless they are few."""
         return [next(self._numbers) % 31_000, *(rng.randrange(1, 31_000) for _ in range(count - 1))]
 
     async def stop(self, agents: Sequence[asyncio.Task[None]]) -> None:
-        """Let the agents end their sessions, then end every branch."""
+        """Let the agents end their sessions, then end every branch. What has not ended by then has failed."""
         self._stopping = True
-        await asyncio.gather(*agents)
+        _, hanging = await asyncio.wait(agents, timeout=_DRAINED_S)
+        self.failures += [f"{len(self.open)} requests are still open"] * bool(hanging)
+        for task in hanging:
+            task.cancel()
+        await asyncio.gather(*agents, return_exceptions=True)
         ids = [branch.id for branch in self.branches]
         for at in range(0, len(ids), 1000):
             await self.client.end(ids[at : at + 1000])
