@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from bench.switch_figures import Phase, Switch, reuse_figures, served_s, switch_figures
 from bench.switch_load import POLL_S, Load, Target
 
-NODES = ("node-a", "node-b", "node-c")
+START: Mapping[str, Phase] = {"node-a": "prefill", "node-b": "prefill", "node-c": "decode"}
+NODES = tuple(START)
 _SERVED_S = 60.0  # a role not served for so long is not waited for any more
 _PAUSE_S = (0.5, 1.5)  # between a role that is served and the next switch
 
@@ -31,9 +32,8 @@ class Plan:
 
 
 def turns_of_roles() -> Iterator[tuple[str, Phase]]:
-    """From 2P1D on: a node to decode, another to prefill, and so on; each node in turn, no phase ever without one."""
-    roles: dict[str, Phase] = {"node-a": "prefill", "node-b": "prefill", "node-c": "decode"}
-    place = 1
+    """From START on: a node to decode, another to prefill, and so on; each node in turn, no phase ever without one."""
+    roles, place = dict(START), 1
     while True:
         node = NODES[place % len(NODES)]
         roles[node] = "decode" if roles[node] == "prefill" else "prefill"

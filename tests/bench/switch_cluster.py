@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import grpc
-from bench.switch_arm import NODES, Plan, measure
+from bench.switch_arm import NODES, START, Plan, measure
 from bench.switch_figures import Phase, Switch
 from bench.switch_load import BLOCK_TOKENS, CHUNK_TOKENS, OUTPUT_TOKENS, Turn, TurnFailed
 from cluster import ClusterSpec, LocalCluster
@@ -87,14 +87,17 @@ class Splits:
             for item in batch.puts:
                 self._written_s.setdefault(decode(Split, item.value).epoch, now_s)
 
+    async def set(self, phases: Mapping[str, Phase]) -> int:
+        """Give nodes these roles; others keep theirs. The split's epoch, once it is written."""
+        changes = planner_pb2.RoleChanges(roles={node: _ROLES[phase] for node, phase in phases.items()})
+        request = planner_pb2.ProposeSplitRequest(changes=changes, reason="benchmark")
+        return (await self._planner.ProposeSplit(request, timeout=_CALL_S)).split.epoch
+
     async def switch(self, node: str, phase: Phase, waiting: Callable[[], int]) -> Switch:
         """As an operator does it. What tells first of the write, its watch or the answer, is taken for its time."""
-        changes = planner_pb2.RoleChanges(roles={node: _ROLES[phase]})
-        request = planner_pb2.ProposeSplitRequest(changes=changes, reason="benchmark")
         waited = waiting()
-        response = await self._planner.ProposeSplit(request, timeout=_CALL_S)
-        answered_s = time.monotonic()
-        written_s = min(answered_s, self._written_s.get(response.split.epoch, math.inf))
+        epoch = await self.set({node: phase})
+        written_s = min(time.monotonic(), self._written_s.get(epoch, math.inf))
         return Switch(node, phase, written_s, waited)
 
 
@@ -104,14 +107,14 @@ def spec(engine: str, model: Path, state: Path, fetch: str) -> ClusterSpec:
     if engine == "mock":
         node_flags += ["--mock-speed-up", _MOCK_SPEED_UP]
     else:
-        node_flags += ["--l1-tokens", 4096, "--l2-tokens", 16_384]
+        node_flags += ["--l1-tokens", 4096, "--l2-tokens", 16_384, "--max-prompt-tokens", 512]
     return ClusterSpec(
         state_dir=state,
         nodes=len(NODES),
         engine=engine,
         model_path=model if engine == "sglang" else state / "no-model",
         gateway_port=0,
-        initial_split="2P1D",
+        planner_flags=("--mode", "manual"),  # nobody switches but this benchmark
         node_flags=tuple(map(str, node_flags)),
         gateway_flags=("--fetch", fetch),
     )
@@ -137,6 +140,7 @@ async def _measure(cluster: LocalCluster, engine: str, fetch: str, plan: Plan) -
         splits = Splits(store, planner, Keys(partition=cluster.spec.partition_id))
         watching = asyncio.create_task(splits.watch())
         stack.callback(watching.cancel)
+        await splits.set(START)
         figures = await measure(OurCluster(client), splits.switch, plan, engine)
     after = await _lives(cluster)
     restarted = sorted(name for name in before if before[name] != after[name])

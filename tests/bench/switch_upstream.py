@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from bench.switch_arm import NODES, Plan, measure
+from bench.switch_arm import NODES, START, Plan, measure
 from bench.switch_figures import Phase, Switch
 from bench.switch_load import BLOCK_TOKENS, CHUNK_TOKENS, OUTPUT_TOKENS, Turn, TurnFailed
 from cluster import free_ports, kernel_start
@@ -188,10 +188,8 @@ async def measure_upstream(model: Path, state: Path, plan: Plan) -> dict[str, An
     """Start three nodes, measure them, stop them."""
     state.mkdir(parents=True, exist_ok=True)
     ports = iter(free_ports(2 * len(NODES)))
-    phases: tuple[Phase, ...] = ("prefill", "prefill", "decode")
     servers = {
-        name: Server(name, phase, next(ports), next(ports), state / f"{name}.log")
-        for name, phase in zip(NODES, phases, strict=True)
+        name: Server(name, phase, next(ports), next(ports), state / f"{name}.log") for name, phase in START.items()
     }
     try:
         for server in servers.values():

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 import pytest
-from bench.switch_arm import NODES, turns_of_roles
-from bench.switch_figures import Answer, Phase, Switch, bars, reuse_figures, served_s, switch_figures
+from bench.switch_arm import NODES, START, turns_of_roles
+from bench.switch_figures import Answer, Switch, bars, reuse_figures, served_s, switch_figures
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,8 +83,7 @@ def test_a_bar_that_is_missed_is_named(row: dict[str, Any], name: str) -> None:
 
 @given(st.integers(1, 60))
 def test_no_phase_is_ever_without_a_node(switches: int) -> None:
-    roles: dict[str, Phase] = {"node-a": "prefill", "node-b": "prefill", "node-c": "decode"}
-    switched, turns = set(), turns_of_roles()
+    roles, switched, turns = dict(START), set[str](), turns_of_roles()
     for _ in range(switches):
         node, phase = next(turns)
         assert roles[node] != phase
