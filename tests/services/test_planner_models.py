@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_harness import node_registration
 
-from evolving.core.fit import FitConfig
+from evolving.core.fit import FitConfig, prefill_error
 from evolving.core.iterations import IterationSums, IterationWindow
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients, PrefillSums
+from evolving.core.work import PrefillWork
 from evolving.runtime.keys import BadRecord, NodeRegistration
 from evolving_planner.models import ModelBook, Outcome
 from evolving_planner.phase_rows import compute
@@ -87,6 +88,22 @@ def test_a_fit_is_made_anew_when_enough_rows_since_say_that_the_node_is_another(
     assert not book.refit(registered, 3.0), "what it does now is what it is known for"
 
 
+def test_a_fit_that_saw_too_little_is_made_anew_of_old_and_new_rows_where_one_fit_tells_both() -> None:
+    """Prompts of one length don't tell the fixed part from the rest: longer ones are told badly, the node is as it
+    was. A fit of the newest alone would not tell the old ones."""
+    book, registered = ModelBook(CONFIG), nodes("a")
+    short = windows_of(1, PREFILL, DECODE, count=30, prompts=lambda _: [PrefillWork(20)])
+    long = windows_of(2, PREFILL, DECODE, count=30, prompts=lambda _: [PrefillWork(4000, 900)])
+    book.take("a", short)
+    book.refit(registered, 1.0)
+    assert "c0" in book.views(registered)[0].prefill_fit.unidentified
+    book.take("a", long)
+    assert book.refit(registered, 2.0)
+    known = book.in_force(registered)["a"].prefill
+    for rows in (short, long):
+        assert prefill_error(known, rows).mean_relative < 1e-6
+
+
 def test_who_asks_for_a_fit_gets_one_of_all_there_is_or_is_told_that_it_is_too_little() -> None:
     book, registered = ModelBook(CONFIG), nodes("a", "b")
     book.take("a", windows(30))
@@ -126,7 +143,10 @@ def prefills(iterations: int, new_tokens: int, cached: int = 0, restored: int = 
 
 
 def test_the_mix_of_work_is_measured_anew_all_the_time_and_over_nodes_alike_where_one_did_not_prefill() -> None:
-    book, registered = ModelBook(CONFIG, windows_recent=4), nodes("a", "b", "c") | nodes("unlike", chunk_tokens=64)
+    book, registered = (
+        ModelBook(FitConfig(rows_least=2, drift_rows_least=2), windows_recent=4),
+        nodes("a", "b", "c") | nodes("unlike", chunk_tokens=64),
+    )
 
     def sizes() -> list[float]:
         found = book.in_force(registered)

@@ -30,7 +30,7 @@ from evolving_planner.model_record import (
     facts_of,
     prefill_takes_time,
 )
-from evolving_planner.phase_rows import DECODE, PREFILL, PhaseRows, compute
+from evolving_planner.phase_rows import DECODE, PREFILL, Due, PhaseRows, compute
 
 _GONE_MAX = 64  # nodes that left, remembered as lenders and in case they come back
 _MIX_ITERATIONS_LEAST = 20  # prefill iterations, below which nobody knows their mean size
@@ -43,7 +43,7 @@ class Outcome:
 
     node_id: str
     phase: str
-    rows: int  # there were to fit to
+    rows: int  # there were
     fitted: bool  # False: what was known before stays
 
 
@@ -62,18 +62,18 @@ class _Job(Generic[Coefficients]):
     node_id: str
     facts: Facts
     phase: PhaseRows[Coefficients]
-    rows: tuple[IterationWindow, ...]
+    due: Due
     began_at: int
     fit: PhaseFit[Coefficients] | None = field(init=False, default=None)
 
     def compute(self, config: FitConfig, now_s: float) -> None:
-        fitted = compute(self.phase.kind, self.rows, self.facts, config)
+        fitted = compute(self.phase.kind, self.due, self.facts, config)
         self.fit = PhaseFit(fitted, now_s) if fitted is not None else None
 
     def settle(self) -> Outcome:
         if self.fit is not None:
             self.phase.end(self.fit, self.began_at)
-        return Outcome(self.node_id, self.phase.kind.name, len(self.rows), self.fit is not None)
+        return Outcome(self.node_id, self.phase.kind.name, len(self.due.rows), self.fit is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +98,11 @@ class ModelBook:
     """Bounded: of each node the newest `windows_kept` windows of each phase; of nodes that left, the last to leave."""
 
     def __init__(self, fit: FitConfig | None = None, *, windows_kept: int = 600, windows_recent: int = 40) -> None:
-        """`windows_recent`: of the newest windows, how many tell the mix of work and how well a fit still does."""
+        """`windows_recent`: how many of the newest windows tell the mix of work and how well a fit still does; at least
+        as many as a fit needs."""
         self._config = fit or FitConfig()
-        self._windows_kept = windows_kept
-        self._windows_recent = windows_recent
+        self._windows_recent = max(windows_recent, self._config.rows_least, self._config.drift_rows_least)
+        self._windows_kept = max(windows_kept, self._windows_recent)
         self._lock = threading.Lock()
         self._nodes: dict[str, _Node] = {}  # those that left are the first, in the order in which they did
         self.outcomes: tuple[Outcome, ...] = ()  # of the last `refit`
@@ -218,12 +219,12 @@ class ModelBook:
     def _due(self, node_id: str, wanted: bool) -> Iterable[_Job[PrefillCoefficients] | _Job[DecodeCoefficients]]:
         node = self._nodes[node_id]
         assert node.facts is not None, "a registered node has facts"
-        prefill_rows = node.prefill.all_rows() if wanted else node.prefill.due(self._config, self._windows_recent)
-        if prefill_rows or wanted:
-            yield _Job(node_id, node.facts, node.prefill, prefill_rows, node.prefill.begin())
-        decode_rows = node.decode.all_rows() if wanted else node.decode.due(self._config, self._windows_recent)
-        if decode_rows or wanted:
-            yield _Job(node_id, node.facts, node.decode, decode_rows, node.decode.begin())
+        prefill = node.prefill.anyway() if wanted else node.prefill.due(self._config, self._windows_recent)
+        if prefill is not None:
+            yield _Job(node_id, node.facts, node.prefill, prefill, node.prefill.begin())
+        decode = node.decode.anyway() if wanted else node.decode.due(self._config, self._windows_recent)
+        if decode is not None:
+            yield _Job(node_id, node.facts, node.decode, decode, node.decode.begin())
 
     def _resolve(self, registrations: Mapping[str, NodeRegistration]) -> dict[str, _InForce]:
         facts = {node_id: facts_of(registration) for node_id, registration in registrations.items()}

@@ -55,6 +55,14 @@ DECODE: Kind[DecodeCoefficients] = Kind(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Due:
+    """What a fit is to be made of."""
+
+    rows: Rows  # all that are kept
+    newest: Rows = ()  # of these, the ones that an earlier fit tells badly; none: there is no earlier fit to go
+
+
 @dataclass(slots=True)
 class PhaseRows(Generic[Coefficients]):
     """Bounded: the newest `kept` windows in which the phase ran alone."""
@@ -82,20 +90,20 @@ class PhaseRows(Generic[Coefficients]):
         count = min(most, len(self._rows), self._taken - self._fitted_at if self.fit is not None else most)
         return tuple(islice(self._rows, len(self._rows) - count, None))
 
-    def due(self, config: FitConfig, recent: int) -> tuple[IterationWindow, ...]:
-        """The rows that the phase is to be fitted to now; none: it is not to be. Fitted once, it stays until the
-        newest rows are told badly. What could not be fitted is tried again when as many rows came once more."""
+    def due(self, config: FitConfig, recent: int) -> Due | None:
+        """What the phase is to be fitted to now; None: it is not to be. Fitted once, it stays until the newest `recent`
+        rows are told badly. What could not be fitted is tried again when as many rows came once more."""
         if self._taken - self._tried_at < config.rows_least:
-            return ()
+            return None
         if self.fit is None:
-            return tuple(self._rows)
+            return self.anyway()
         newest = self.newest(recent)
         error = self.kind.error(self.fit.fitted.coefficients, newest)
-        return newest if has_drifted(error, self.fit.fitted.error_left_out, config) else ()
+        return Due(tuple(self._rows), newest) if has_drifted(error, self.fit.fitted.error_left_out, config) else None
 
-    def all_rows(self) -> tuple[IterationWindow, ...]:
+    def anyway(self) -> Due:
         """For a fit that somebody asks for."""
-        return tuple(self._rows)
+        return Due(tuple(self._rows))
 
     def begin(self) -> int:
         """A fit to rows up to now begins. Returns what `end` wants to know."""
@@ -111,8 +119,25 @@ class PhaseRows(Generic[Coefficients]):
         self.fit, self._fitted_at = fit, self._taken
 
 
-def compute(kind: Kind[Coefficients], rows: Rows, facts: Facts, config: FitConfig) -> Fitted[Coefficients] | None:
-    """A fit that predictions can use. None: the rows are too few, or say nothing that makes sense."""
+def compute(kind: Kind[Coefficients], due: Due, facts: Facts, config: FitConfig) -> Fitted[Coefficients] | None:
+    """A fit that predictions can use. None: the rows are too few, or say nothing that makes sense.
+
+    Rows that an earlier fit tells badly come of a node that is another now, or of work that earlier rows had too little
+    of. One fit that tells old rows and newest alike says which: it stands where it tells the newest as well as one of
+    the newest alone, for it knows more kinds of work.
+    """
+    of_all = _usable(kind, due.rows, facts, config)
+    if not due.newest:
+        return of_all
+    of_newest = _usable(kind, due.newest, facts, config)
+    if of_all is None or of_newest is None:
+        return of_newest
+    error = kind.error(of_all.coefficients, due.newest).mean_relative
+    # The margin is the one by which terms are kept or dropped, and rounding.
+    return of_all if error <= of_newest.error_left_out * (1 + config.term_gain_least) + 1e-9 else of_newest
+
+
+def _usable(kind: Kind[Coefficients], rows: Rows, facts: Facts, config: FitConfig) -> Fitted[Coefficients] | None:
     try:
         found = kind.fit(rows, facts, config)
     except (RuntimeError, np.linalg.LinAlgError):
