@@ -203,15 +203,17 @@ def test_refit_asks_for_some_nodes_or_all(planner: ScriptedPlanner, address: str
     assert len(evolvectl("--planner", address, "plan", "refit", "b", "--json").json["nodes"]) == 1
     outcome = evolvectl("--planner", address, "plan", "refit")
     assert planner.requests == [planner_pb2.RefitModelRequest(node_ids=["b"]), planner_pb2.RefitModelRequest()]
-    assert {row[0] for row in outcome.words[2:]} == {"a", "b"}
+    assert {row[0] for row in outcome.words[2:-1]} == {"a", "b"}
+    assert outcome.out.endswith("measured: prefill of b, decode of b\n")
 
 
 def test_decisions_show_what_they_were_made_from_when_asked(planner: ScriptedPlanner, address: str) -> None:
     planner.decisions = [decision("operator", with_evaluation=False), decision("stay", with_evaluation=True)]
     planner.decisions[0].hold.author = "operator:me"
+    planner.decisions[0].hold.until_s = 2 * 86400.0
     assert "slices count" not in evolvectl("--planner", address, "decisions").out
     outcome = evolvectl("--planner", address, "decisions", "-v")
-    assert "held by operator:me until released" in outcome.out
+    assert "held by operator:me from then until 1970-01-03 00:00:00Z" in outcome.out
     assert ["3P2D", "4.5", "4", "4", "+25.0%", "1.2%", "passes", "c→prefill"] in outcome.words
     assert "1 of 2 slices count" in outcome.out
     assert "missing: 3 samples" in outcome.out

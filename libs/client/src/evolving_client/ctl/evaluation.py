@@ -10,6 +10,7 @@ from evolving_client.ctl import output
 from evolving_client.ctl.plain import word
 
 _MOVES_SHOWN = 4
+_SHORTEST_SILENCE_S = 0.5  # less is how reports travel
 _PREFILL_NAMES = ("c0", "c1", "c2", "c3", "c4")
 _DECODE_NAMES = ("d0", "d1", "d2", "d3")
 
@@ -27,8 +28,7 @@ def gain_text(candidate: planner_pb2.Candidate) -> str:
 def moves_text(moves: Mapping[str, int], shown: int | None = None) -> str:
     """ "node-c→decode, …"; "-" of none."""
     texts = [f"{node_id}→{word(common_pb2.Role, moves[node_id])}" for node_id in sorted(moves)]
-    more = f" and {len(texts) - shown} more" if shown is not None and len(texts) > shown else ""
-    return (", ".join(texts[:shown]) + more) or "-"
+    return _some(texts, len(texts) if shown is None else shown) or "-"
 
 
 def print_evaluation(evaluation: planner_pb2.Evaluation) -> None:
@@ -46,8 +46,15 @@ def print_candidates(evaluation: planner_pb2.Evaluation) -> None:
             ["split", ">prefill/s", ">decode/s", ">Θ requests/s", ">gain", ">error", "gate", "moves"],
             [_candidate_row(candidate) for candidate in evaluation.candidates],
         )
-    if evaluation.problem:
-        output.print_line(f"nothing may move: {evaluation.problem}")
+        if evaluation.problem:
+            output.print_line(f"nothing may move: {evaluation.problem}")
+    else:
+        print_nothing("any split", evaluation)
+
+
+def print_nothing(what: str, evaluation: planner_pb2.Evaluation) -> None:
+    """Why a split, or all of them, can't be compared."""
+    output.print_line(f"nothing can be said of {what} yet: {evaluation.problem or 'too little was measured'}")
 
 
 def _candidate_row(candidate: planner_pb2.Candidate) -> list[str]:
@@ -89,7 +96,10 @@ def print_missing(missing: planner_pb2.Missing) -> None:
         (missing.lost_requests, f"half of {missing.lost_requests} requests never came"),
         (missing.lost_reports, f"{missing.lost_reports} reports were lost"),
         (missing.dropped_samples, f"nodes dropped {missing.dropped_samples} samples"),
-        (missing.unreported_s, f"gateways were silent for {output.duration(missing.unreported_s)}"),
+        (
+            missing.unreported_s >= _SHORTEST_SILENCE_S,
+            f"gateways were silent for {output.duration(missing.unreported_s)}",
+        ),
     ]
     output.print_line("missing: " + (", ".join(text for amount, text in parts if amount) or "nothing"))
 
@@ -123,6 +133,15 @@ def print_models(models: Sequence[planner_pb2.NodeModel], now_s: float | None = 
     )
 
 
+def print_not_fitted(models: Sequence[planner_pb2.NodeModel]) -> None:
+    """A line about the phases that are as configured; none where all are fitted."""
+    phases = [("prefill", model.node_id) for model in models if not model.prefill_fit.rows]
+    phases += [("decode", model.node_id) for model in models if not model.decode_fit.rows]
+    if phases:
+        names = _some([f"{phase} of {node_id}" for phase, node_id in phases], _MOVES_SHOWN)
+        output.print_line(f"as configured, since too little was measured: {names}")
+
+
 def _fit_cells(model: planner_pb2.NodeModel, fit: planner_pb2.PhaseFit, now_s: float) -> list[str]:
     lately = f"{_percent(fit.recent_error)} of {fit.recent_rows}" if fit.recent_rows else "-"
     if not fit.rows:
@@ -143,6 +162,11 @@ def _coefficients(names: Sequence[str], values_s: Sequence[float]) -> str:
     """Those that are not 0, by their names in equations 1 and 2."""
     known = [f"{name} {output.short_time(value_s)}" for name, value_s in zip(names, values_s, strict=False) if value_s]
     return " ".join(known) or "0"
+
+
+def _some(texts: Sequence[str], shown: int) -> str:
+    more = f" and {len(texts) - shown} more" if len(texts) > shown else ""
+    return ", ".join(texts[:shown]) + more
 
 
 def _percent(share: float) -> str:

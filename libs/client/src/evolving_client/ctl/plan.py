@@ -13,6 +13,7 @@ from evolving_client.ctl.evaluation import (
     print_evaluation,
     print_gate,
     print_missing,
+    print_nothing,
     print_slices,
     shape_text,
 )
@@ -65,12 +66,10 @@ def print_what_if(answer: planner_pb2.EvaluateSplitResponse, shape: str) -> None
     """One shape against the present, or all of them."""
     evaluation = answer.evaluation
     if not shape:
-        if not evaluation.candidates:
-            _print_nothing("any split", evaluation)
         print_evaluation(evaluation)
         return
     if not answer.HasField("candidate"):
-        _print_nothing(shape.upper(), evaluation)
+        print_nothing(shape.upper(), evaluation)
         print_slices(evaluation)
         print_missing(evaluation.missing)
         return
@@ -95,10 +94,6 @@ def print_what_if(answer: planner_pb2.EvaluateSplitResponse, shape: str) -> None
 
 def _judged(candidate: planner_pb2.Candidate) -> str:
     return "passes the gate" if candidate.passes else "does not pass the gate"
-
-
-def _print_nothing(what: str, evaluation: planner_pb2.Evaluation) -> None:
-    output.print_line(f"nothing can be said of {what} yet: {evaluation.problem or 'too little was measured'}")
 
 
 async def read_models(cluster: Cluster) -> planner_pb2.GetModelResponse:

@@ -63,6 +63,7 @@ def _refit(
         output.print_json(plain(answer))
     else:
         evaluation.print_models(answer.nodes)
+        evaluation.print_not_fitted(answer.nodes)
 
 
 @plan_app.command("hold")

@@ -132,7 +132,8 @@ def print_evaluations(decisions: Sequence[planner_pb2.Decision]) -> None:
     for decision in decisions:
         print_decisions([decision])
         if decision.HasField("hold"):
-            output.print_line(hold_line(decision.hold))
+            until = output.moment(decision.hold.until_s) if decision.hold.until_s else "released"
+            output.print_line(f"held by {decision.hold.author or '-'} from then until {until}")
         if decision.HasField("evaluation"):
             print_evaluation(decision.evaluation)
             if decision.evaluation.models:
