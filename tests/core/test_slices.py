@@ -278,3 +278,29 @@ def test_levels_are_forgotten_too() -> None:
     window.forget(before_s=10)
     early, late = window.slices(end_s=20, count=2, slice_s=10)
     assert (early.open_requests, late.open_requests) == (0.0, 5.0)
+
+
+@given(reports=LEVELS, levels_max=st.integers(1, 3), gateways_max=st.integers(1, 2))
+def test_levels_are_bounded_and_what_had_no_room_is_as_if_nobody_had_said_it(
+    reports: list[tuple[str, int, int, int]], levels_max: int, gateways_max: int
+) -> None:
+    bounded, free = WorkWindow(levels_max=levels_max, gateways_max=gateways_max), WorkWindow()
+    for gateway, from_s, length_s, _ in reports:  # one request open each: what is not said is seen in the mean
+        for window in (bounded, free):
+            window.add_open(gateway, from_s, from_s + length_s, 1)
+            window.check_invariants()
+    (held,), (all_of_it,) = (window.slices(end_s=50, count=1, slice_s=50) for window in (bounded, free))
+    if len({gateway for gateway, _, length_s, _ in reports if length_s}) <= gateways_max:
+        missing_s = bounded.unreported_s - free.unreported_s
+        assert held.open_requests == pytest.approx(all_of_it.open_requests - missing_s / 50)
+    else:
+        assert bounded.unreported_s > 0
+
+
+def test_where_there_is_no_room_the_gateway_that_is_silent_longest_goes() -> None:
+    window = WorkWindow(gateways_max=2)
+    for gateway, to_s in (("a", 3), ("b", 2), ("a", 5), ("c", 4)):
+        window.add_open(gateway, to_s - 2, to_s, 10)
+    (found,) = window.slices(end_s=10, count=1, slice_s=10)
+    assert found.open_requests == pytest.approx(10 * (4 + 2) / 10)
+    assert window.unreported_s == 2
