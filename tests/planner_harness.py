@@ -25,6 +25,7 @@ from evolving.runtime.clock import SystemClock
 from evolving.runtime.etcd import EtcdStore
 from evolving.runtime.keys import Keys, NodeRegistration, encode
 from evolving.runtime.service import Service
+from evolving.runtime.store import Store
 from evolving.v1 import common_pb2, planner_pb2, planner_pb2_grpc
 from evolving_planner.__main__ import run_planner
 from evolving_planner.settings import PlannerSettings
@@ -69,7 +70,7 @@ async def open_store(etcd: Etcd) -> AsyncIterator[EtcdStore]:
         await store.close()
 
 
-async def join(store: EtcdStore, *node_ids: str) -> None:
+async def join(store: Store, *node_ids: str) -> None:
     """Register nodes, without a lease."""
     for node_id in node_ids:
         await store.put(KEYS.node(node_id), encode(node_registration(node_id)))

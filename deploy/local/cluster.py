@@ -176,6 +176,8 @@ class LocalCluster:
         command = [str(BIN / "etcd"), "--name", "local", "--data-dir", str(self.spec.state_dir / "etcd")]
         command += ["--listen-client-urls", url, "--advertise-client-urls", url, "--listen-peer-urls", peer_url]
         command += ["--initial-advertise-peer-urls", peer_url, "--initial-cluster", f"local={peer_url}"]
+        # Without compaction etcd keeps every revision for ever: leases' keys, the planner's decisions.
+        command += ["--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1h"]
         command += ["--log-level", "warn", "--unsafe-no-fsync"]
         self._spawn("etcd", command, f"127.0.0.1:{client}", "")
         self._wait("etcd", lambda: _port_open(client), 30)

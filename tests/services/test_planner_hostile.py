@@ -8,8 +8,9 @@ from hostile import no_crash, send_random_bytes
 from planner_harness import join, open_store, planner
 from waiting import eventually
 
+PUBLIC = ("GetSplit", "ProposeSplit", "ReleaseSplit", "EvaluateSplit", "ListDecisions", "GetModel", "RefitModel")
 METHODS = [
-    *(f"/evolving.v1.PlannerService/{name}" for name in ("GetSplit", "ProposeSplit", "ListDecisions", "GetModel")),
+    *(f"/evolving.v1.PlannerService/{name}" for name in PUBLIC),
     *(f"/evolving.internal.v1.PlannerService/{name}" for name in ("ReportWork", "ReportOpen")),
 ]
 

@@ -39,7 +39,10 @@ class Learning:
         while True:
             await self._clock.sleep(_PERIOD_S)
             try:
-                await self.refit()
+                if self._office.term is None:
+                    self.follow()
+                else:
+                    await self.refit()
             except (NotLeader, Fenced) as error:
                 _log.info("office_lost", error=str(error))
             except (Conflict, StoreUnavailable) as error:
@@ -48,13 +51,10 @@ class Learning:
     async def refit(self, wanted: Collection[str] = ()) -> None:
         """Fit what is due, and `wanted` nodes in any case; store what changed.
 
-        Does nothing on a planner that doesn't lead. Raises NotLeader, Fenced, Conflict, StoreUnavailable: the models
-        are then stored with a later call.
+        Raises NotLeader, Fenced, Conflict, StoreUnavailable: what was fitted is then stored with a later call.
         """
         async with self._lock:
             self.follow()
-            if self._office.term is None:
-                return
             # Least squares of many nodes take a while; proposals and reports are served meanwhile.
             if await asyncio.to_thread(self.models.refit, dict(self._view.nodes), self._clock.wall_s(), wanted):
                 self._unsaved = True

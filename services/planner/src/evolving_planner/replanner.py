@@ -26,7 +26,7 @@ from evolving_planner.metrics import PlannerMetrics
 from evolving_planner.office import Office, Situation, Term
 from evolving_planner.view import View
 
-_TICK_S = 0.25
+_TICK_S_MAX = 1.0
 _RETRY_S = 0.5
 # Nodes and gateways report every second or so: a slice is read when what ended in it had the time to come.
 _REPORTS_LAG_S = 2.0
@@ -57,6 +57,8 @@ class Replanner:
         self._mode = mode
         self._clock = clock
         self._metrics = metrics
+        self._lock = asyncio.Lock()  # one evaluation at a time, however many operators ask
+        self._tick_s = min(_TICK_S_MAX, config.slice_s / 4)
         self._lag_s = min(_REPORTS_LAG_S, config.slice_s / 2)
         office.on_term(measures.clear)
 
@@ -65,7 +67,7 @@ class Replanner:
         term: Term | None = None
         window_end_s = repeat_s = math.inf
         while True:
-            await self._clock.sleep(_TICK_S)
+            await self._clock.sleep(self._tick_s)
             now_s = self._clock.now_s()
             if self._office.term != term:
                 term = self._office.term
@@ -88,10 +90,11 @@ class Replanner:
         return await self._evaluate(self._measures.peek(self._clock.now_s()))
 
     async def _evaluate(self, slices: Sequence[Slice]) -> Evaluation:
-        roles = effective_roles(self._view.split, self._view.nodes)
-        models = self._learning.models.in_force(self._view.nodes)
-        # Many unlike nodes take a second and more; proposals and reports are served meanwhile.
-        return await asyncio.to_thread(evaluate, slices, roles, models, self._config)
+        async with self._lock:
+            roles = effective_roles(self._view.split, self._view.nodes)
+            models = self._learning.models.in_force(self._view.nodes)
+            # Many unlike nodes take a second and more; proposals and reports are served meanwhile.
+            return await asyncio.to_thread(evaluate, slices, roles, models, self._config)
 
     async def _decide(self, term: Term, end_s: float) -> float:
         """One round; the monotonic time at which it is worth repeating before the next window's end."""

@@ -166,7 +166,7 @@ class PlannerService(planner_pb2_grpc.PlannerServiceServicer):
         if unknown:
             raise InvalidRequest(f"no such node: {', '.join(unknown[:10])[:_LONGEST_REASON]}")
         async with self._leading():
-            await self._learning.refit(wanted=request.node_ids or list(self._view.nodes))
+            await self._learning.refit(set(request.node_ids or self._view.nodes))
         return planner_pb2.RefitModelResponse(nodes=self._learning.models.views(self._view.nodes))
 
     def _hold_until(self, request: planner_pb2.ProposeSplitRequest) -> float | None:
@@ -178,9 +178,11 @@ class PlannerService(planner_pb2_grpc.PlannerServiceServicer):
         return self._clock.wall_s() + request.hold_s if request.hold_s > 0 else None
 
     def _require_term(self) -> None:
-        """Raises NotLeader."""
+        """Raises NotLeader, NotReady."""
         if not self._office.is_leader():
             raise not_leader(self._view, self._office)
+        if self._office.term is None:
+            raise NotReady("what the last leader left is being read", retry_after_s=1.0)
 
     @asynccontextmanager
     async def _leading(self) -> AsyncIterator[None]:
