@@ -6,7 +6,6 @@ No I/O and no clock. A `ModelBook` may be called from several threads: fits are 
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
@@ -14,12 +13,13 @@ from dataclasses import astuple, dataclass, field
 from typing import Generic
 
 from evolving.core.fit import Coefficients, FitConfig
-from evolving.core.iterations import IterationWindow, Mix, measure_mix
+from evolving.core.iterations import IterationWindow, Mix
 from evolving.core.sharing import lenders
 from evolving.core.throughput import NodeModel
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.runtime.keys import NodeRegistration
 from evolving.v1 import planner_pb2
+from evolving_planner.mix_rows import NOTHING, MixRow, mix_of, mix_row, says_something, sum_rows
 from evolving_planner.model_record import (
     Facts,
     NodeFits,
@@ -33,8 +33,6 @@ from evolving_planner.model_record import (
 from evolving_planner.phase_rows import DECODE, PREFILL, Due, PhaseRows, compute
 
 _GONE_MAX = 64  # nodes that left, remembered as lenders and in case they come back
-_MIX_ITERATIONS_LEAST = 20  # prefill iterations, below which nobody knows their mean size
-_NOT_OBSERVED = Mix(None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ class _Node:
     facts: Facts | None  # None: it reported before its registration was seen
     prefill: PhaseRows[PrefillCoefficients]
     decode: PhaseRows[DecodeCoefficients]
-    recent: deque[IterationWindow]  # the newest windows, whatever ran in them
+    mix: deque[MixRow]  # of the newest windows, whatever ran in them
 
 
 @dataclass(slots=True)
@@ -97,12 +95,22 @@ class _InForce:
 class ModelBook:
     """Bounded: of each node the newest `windows_kept` windows of each phase; of nodes that left, the last to leave."""
 
-    def __init__(self, fit: FitConfig | None = None, *, windows_kept: int = 600, windows_recent: int = 40) -> None:
-        """`windows_recent`: how many of the newest windows tell the mix of work and how well a fit still does; at least
-        as many as a fit needs."""
+    def __init__(
+        self,
+        fit: FitConfig | None = None,
+        *,
+        windows_kept: int = 600,
+        rows_settled: int = 160,
+        rows_recent: int = 40,
+        mix_windows: int = 300,
+    ) -> None:
+        """`rows_settled`: from so many rows on a fit is frozen. `rows_recent`: of the newest rows, how many tell how it
+        does; at least as many as a fit needs. `mix_windows`: of the newest windows, how many tell the mix of work."""
         self._config = fit or FitConfig()
-        self._windows_recent = max(windows_recent, self._config.rows_least, self._config.drift_rows_least)
-        self._windows_kept = max(windows_kept, self._windows_recent)
+        self._rows_settled = rows_settled
+        self._rows_recent = max(rows_recent, self._config.rows_least, self._config.drift_rows_least)
+        self._windows_kept = max(windows_kept, self._rows_recent)
+        self._mix_windows = mix_windows
         self._lock = threading.Lock()
         self._nodes: dict[str, _Node] = {}  # those that left are the first, in the order in which they did
         self.outcomes: tuple[Outcome, ...] = ()  # of the last `refit`
@@ -115,7 +123,7 @@ class ModelBook:
             if node is None:
                 node = self._nodes[node_id] = self._new_node(None)
             for window in windows:
-                node.recent.append(window)
+                node.mix.append(mix_row(window))
                 node.prefill.take(window)
                 node.decode.take(window)
 
@@ -197,7 +205,7 @@ class ModelBook:
             facts,
             PhaseRows(PREFILL, self._windows_kept),
             PhaseRows(DECODE, self._windows_kept),
-            deque(maxlen=self._windows_recent),
+            deque(maxlen=self._mix_windows),
         )
 
     def _follow(self, registrations: Mapping[str, NodeRegistration]) -> bool:
@@ -219,12 +227,17 @@ class ModelBook:
     def _due(self, node_id: str, wanted: bool) -> Iterable[_Job[PrefillCoefficients] | _Job[DecodeCoefficients]]:
         node = self._nodes[node_id]
         assert node.facts is not None, "a registered node has facts"
-        prefill = node.prefill.anyway() if wanted else node.prefill.due(self._config, self._windows_recent)
-        if prefill is not None:
-            yield _Job(node_id, node.facts, node.prefill, prefill, node.prefill.begin())
-        decode = node.decode.anyway() if wanted else node.decode.due(self._config, self._windows_recent)
-        if decode is not None:
-            yield _Job(node_id, node.facts, node.decode, decode, node.decode.begin())
+        jobs = (
+            self._job(node_id, node.facts, node.prefill, wanted),
+            self._job(node_id, node.facts, node.decode, wanted),
+        )
+        return (job for job in jobs if job is not None)
+
+    def _job(
+        self, node_id: str, facts: Facts, phase: PhaseRows[Coefficients], wanted: bool
+    ) -> _Job[Coefficients] | None:
+        due = phase.anyway() if wanted else phase.due(self._config, self._rows_settled, self._rows_recent)
+        return _Job(node_id, facts, phase, due, phase.begin()) if due is not None else None
 
     def _resolve(self, registrations: Mapping[str, NodeRegistration]) -> dict[str, _InForce]:
         facts = {node_id: facts_of(registration) for node_id, registration in registrations.items()}
@@ -252,15 +265,16 @@ class ModelBook:
     def _mixes(self, facts: Mapping[str, Facts]) -> dict[str, Mix]:
         """ū and ρ of each node: its own, where it did not prefill lately those of all nodes alike (section 4.3 compares
         splits in which it would)."""
-        windows: dict[Facts, list[deque[IterationWindow]]] = {}
-        own: dict[str, Mix] = {}
+        sums: dict[str, MixRow] = {}
+        shared: dict[Facts, MixRow] = {}
         for node_id, fact in facts.items():
             node = self._nodes.get(node_id)
-            recent = node.recent if node is not None and node.facts in (None, fact) else deque[IterationWindow]()
-            own[node_id] = _observed(recent)
-            windows.setdefault(fact, []).append(recent)
-        shared = {fact: _observed(tuple(itertools.chain.from_iterable(of))) for fact, of in windows.items()}
-        return {node_id: own[node_id] if own[node_id] != _NOT_OBSERVED else shared[facts[node_id]] for node_id in facts}
+            of_it = node.mix if node is not None and node.facts in (None, fact) else ()
+            sums[node_id] = sum_rows(of_it)
+            shared[fact] = sum_rows((shared.get(fact, NOTHING), sums[node_id]))
+        return {
+            node_id: mix_of(own if says_something(own) else shared[facts[node_id]]) for node_id, own in sums.items()
+        }
 
     def _fit_view(self, phase: _Phase[Coefficients]) -> planner_pb2.PhaseFit:
         view = planner_pb2.PhaseFit()
@@ -276,14 +290,9 @@ class ModelBook:
                 dropped=fitted.dropped,
             )
         if phase.rows is not None:
-            error = phase.rows.kind.error(phase.coefficients, phase.rows.newest(self._windows_recent))
+            error = phase.rows.kind.error(phase.coefficients, phase.rows.newest(self._rows_recent))
             view.recent_rows, view.recent_error = error.rows, error.mean_relative
         return view
-
-
-def _observed(windows: Collection[IterationWindow]) -> Mix:
-    iterations = sum(window.prefill.iterations + window.mixed.iterations for window in windows)
-    return measure_mix(windows) if iterations >= _MIX_ITERATIONS_LEAST else _NOT_OBSERVED
 
 
 def _is_fitted(node: _Node) -> bool:

@@ -65,7 +65,7 @@ class Due:
 
 @dataclass(slots=True)
 class PhaseRows(Generic[Coefficients]):
-    """Bounded: the newest `kept` windows in which the phase ran alone."""
+    """Bounded: the newest `kept` windows in which the phase ran alone, of the node as it is now."""
 
     kind: Kind[Coefficients]
     kept: int
@@ -90,19 +90,24 @@ class PhaseRows(Generic[Coefficients]):
         count = min(most, len(self._rows), self._taken - self._fitted_at if self.fit is not None else most)
         return tuple(islice(self._rows, len(self._rows) - count, None))
 
-    def due(self, config: FitConfig, recent: int) -> Due | None:
-        """What the phase is to be fitted to now; None: it is not to be. Fitted once, it stays until the newest `recent`
-        rows are told badly. What could not be fitted is tried again when as many rows came once more."""
+    def due(self, config: FitConfig, settled: int, recent: int) -> Due | None:
+        """What the phase is to be fitted to now; None: it is not to be.
+
+        It is fitted as soon as that is possible, again each time its rows have doubled, and with `settled` rows for the
+        last time: then the fit stays until the newest `recent` rows are told badly. What could not be fitted is tried
+        again when as many rows came once more.
+        """
         if self._taken - self._tried_at < config.rows_least:
             return None
         if self.fit is None:
             return self.anyway()
-        newest = self.newest(recent)
-        error = self.kind.error(self.fit.fitted.coefficients, newest)
-        return Due(tuple(self._rows), newest) if has_drifted(error, self.fit.fitted.error_left_out, config) else None
+        fitted, newest = self.fit.fitted, self.newest(recent)
+        if has_drifted(self.kind.error(fitted.coefficients, newest), fitted.error_left_out, config):
+            return Due(tuple(self._rows), newest)
+        return self.anyway() if 2 * fitted.rows <= min(len(self._rows), settled) else None
 
     def anyway(self) -> Due:
-        """For a fit that somebody asks for."""
+        """For a fit to all there is."""
         return Due(tuple(self._rows))
 
     def begin(self) -> int:
@@ -111,8 +116,10 @@ class PhaseRows(Generic[Coefficients]):
         return self._taken
 
     def end(self, fit: PhaseFit[Coefficients], began_at: int) -> None:
-        """It is in force from now on."""
+        """It is in force from now on. Rows before those that it was made of are of a node that was another."""
         self.fit, self._fitted_at = fit, began_at
+        while len(self._rows) > fit.fitted.rows + self._taken - began_at:
+            self._rows.popleft()
 
     def adopt(self, fit: PhaseFit[Coefficients] | None) -> None:
         """Of an earlier leader: the rows here are none of those since."""
