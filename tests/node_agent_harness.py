@@ -293,18 +293,39 @@ async def scripted_directory(etcd: Etcd, **fields: Any) -> AsyncIterator[Scripte
 
 @dataclass
 class ScriptedPlanner(planner_pb2_grpc.PlannerServiceServicer):
-    """Keeps work reports; refuses the first `refuse` of them."""
+    """Keeps work reports; the first of them it refuses, or takes without an answer that comes through."""
 
     refuse: int = 0
-    reports: list[planner_pb2.ReportWorkRequest] = field(default_factory=list)
+    mute: int = 0
+    refusal: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
+    reports: list[planner_pb2.ReportWorkRequest] = field(default_factory=list)  # all that came
+    taken: list[planner_pb2.ReportWorkRequest] = field(default_factory=list)  # each number of an incarnation once
 
     async def ReportWork(self, request: planner_pb2.ReportWorkRequest, context: Any) -> Any:
         """One report."""
         self.reports.append(request)
         if self.refuse > 0:
             self.refuse -= 1
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
+            await context.abort(self.refusal, "not now")
+        number = (request.incarnation, request.sequence)
+        if number not in [(report.incarnation, report.sequence) for report in self.taken]:
+            self.taken.append(request)
+        if self.mute > 0:
+            self.mute -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "taken, and nobody hears of it")
         return planner_pb2.ReportWorkResponse()
+
+    ReportOpen = None  # type: ignore[assignment]  # gateways call it
+
+    @property
+    def samples(self) -> list[planner_pb2.WorkSample]:
+        """All samples taken."""
+        return [sample for report in self.taken for sample in report.samples]
+
+    @property
+    def windows(self) -> list[planner_pb2.IterationWindow]:
+        """All windows taken."""
+        return [window for report in self.taken for window in report.windows]
 
 
 @asynccontextmanager

@@ -22,20 +22,22 @@ from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.core.work import query_key_pairs
 from evolving.internal.v1 import node_agent_pb2, planner_pb2, planner_pb2_grpc
 from evolving.runtime.clock import SystemClock
+from evolving.runtime.following import FollowingChannel
 from evolving.runtime.keys import Keys, Split, encode
+from evolving.runtime.metrics import Metrics
 from evolving.runtime.store import Versioned, WatchBatch
 from evolving.runtime.tasks import end_tasks, first_of
 from evolving_node_agent import reports
-from evolving_node_agent.address import Address
 from evolving_node_agent.blocks import ContextBlocks
 from evolving_node_agent.engines.port import CachedTokens, EngineInfo, EngineStatus
 from evolving_node_agent.needs import NeedsMirror
 from evolving_node_agent.outbox import Entry, Outbox
 from evolving_node_agent.restart import RestartConfig, RestartPolicy
 from evolving_node_agent.roles import RoleWatch
+from evolving_node_agent.samples import decode_sample, prefill_sample
 from evolving_node_agent.translate import prefill_job
 from evolving_node_agent.waits import LegSize, RestoredShare, new_tokens_per_iteration, wait_s
-from evolving_node_agent.work import WorkReporter, decode_sample, prefill_sample
+from evolving_node_agent.work import WorkReporter
 
 # -- names of output
 
@@ -299,7 +301,7 @@ def test_mean_new_tokens() -> None:
 
 
 def test_work_of_a_prefill_leg() -> None:
-    sample = prefill_sample("r", 100, CachedTokens(l1=10, l2=20, peer=30), 0.5, 7.0).message
+    sample = prefill_sample("r", 100, CachedTokens(l1=10, l2=20, peer=30), 0.5)
     assert (sample.uncached_tokens, sample.cached_tokens, sample.restored_tokens) == (40, 60, 50)
     assert sample.query_key_pairs == query_key_pairs(40, 60)
 
@@ -314,32 +316,37 @@ async def test_a_report_sent_again_keeps_its_number_and_incarnation() -> None:
         async def ReportWork(self, request: Any, context: Any) -> planner_pb2.ReportWorkResponse:
             taken.append((request.incarnation, request.sequence, len(request.samples)))
             if len(taken) == 1:
-                reporter.incarnation = "second"
-                reporter.add(decode_sample("r2", 1, 1, 0.0, 0.0))
+                reporter.begin_life("second")
+                reporter.add(decode_sample("r2", 1, 1, 5.0, 0.0))
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "taken, and nobody hears of it")
             if len(taken) == 3:
                 all_there.set()
             return planner_pb2.ReportWorkResponse()
 
+        ReportOpen = None  # type: ignore[assignment]  # no node calls it
+
     all_there = asyncio.Event()
     server = grpc.aio.server()
     planner_pb2_grpc.add_PlannerServiceServicer_to_server(Planner(), server)
-    address = Address()
-    address.set(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    planner = FollowingChannel()
+    planner.go_to(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
     await server.start()
-    reporter = WorkReporter("p0", "n", 10, 0.01, SystemClock(), None)
-    reporter.incarnation = "first"
-    reporter.add(decode_sample("r1", 1, 1, 0.0, 0.0))
-    running = asyncio.create_task(reporter.run(address))
+    reporter = WorkReporter(
+        "p0", "n", limit=10, period_s=0.01, window_s=1.0, planner=planner, clock=SystemClock(), metrics=Metrics()
+    )
+    reporter.begin_life("first")
+    reporter.add(decode_sample("r1", 1, 1, 5.0, 0.0))
+    running = asyncio.create_task(reporter.run())
     try:
         async with asyncio.timeout(WAIT_S):
             await first_of(all_there.wait(), asyncio.wait({running}))
     finally:
         await end_tasks(running)
+        await planner.close()
         await server.stop(None)
     assert taken == [("first", 1, 1), ("first", 1, 1), ("second", 2, 1)]
 
 
 def test_work_of_a_decode_leg() -> None:
-    sample = decode_sample("r", 12, 11, 0.5, 7.0).message
-    assert (sample.output_tokens, sample.iterations, sample.service_s) == (12, 11, 0.5)
+    sample = decode_sample("r", 12, 11, 106.0, 0.5)
+    assert (sample.output_tokens, sample.iterations, sample.context_tokens, sample.service_s) == (12, 11, 106.0, 0.5)

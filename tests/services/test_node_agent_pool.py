@@ -61,7 +61,7 @@ async def said(engine: ScriptedEngine, node: Node, **fields: Any) -> node_agent_
 async def test_the_status_tells_of_the_pool() -> None:
     engine = ScriptedEngine()
     node = node_of(engine)
-    following = asyncio.create_task(node.follow_engine())
+    following = asyncio.create_task(node.follow_engine(lambda _: None))
     try:
         before = await said(engine, node, l2_used_tokens=100, l2_zero_tokens=30, fetch_backlog_tokens=70)
         assert (before.l2_zero_tokens, before.fetch_backlog_tokens, before.fetch_tokens_per_s) == (30, 70, 0.0)
@@ -79,7 +79,7 @@ async def test_the_status_tells_of_the_pool() -> None:
 async def test_contexts_that_reserved_are_told_with_those_that_decode_and_lengthen_no_wait() -> None:
     engine = ScriptedEngine()
     node = node_of(engine)
-    following = asyncio.create_task(node.follow_engine())
+    following = asyncio.create_task(node.follow_engine(lambda _: None))
     try:
         prefilling = {"prefilling": {"leg": 100}, "decoding": 2, "decode_context_tokens": 500}
         node.running["leg"] = LegSize(100, 0)
@@ -138,7 +138,7 @@ def test_a_rate_of_long_ago_is_unknown_so_that_reads_are_tried_again() -> None:
 async def test_counters_go_on_over_lives_of_the_engine() -> None:
     engine, metrics = ScriptedEngine(), Metrics()
     node = node_of(engine, metrics)
-    following = asyncio.create_task(node.follow_engine())
+    following = asyncio.create_task(node.follow_engine(lambda _: None))
     try:
         await said(engine, node, fetched_tokens=64, fetch_busy_s=0.5, fetching_blocks=2)
         node.engine_up(INFO)

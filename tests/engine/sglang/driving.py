@@ -240,7 +240,9 @@ def _served(prefill_events: list[Any], decode_events: list[Any], generated: int)
     for event in tokens:
         assert event.index == generated + len(output), "a gap or a repeat"
         output.extend(event.ids.tolist())
-    return Served(output, prefilled.cached, prefill_events, decode_events, tokens)
+    served = Served(output, prefilled.cached, prefill_events, decode_events, tokens)
+    assert served.finished.iterations == len(tokens)
+    return served
 
 
 async def collect(events: AsyncIterator[Any]) -> list[Any]:

@@ -7,6 +7,7 @@ import contextlib
 
 from evolving.internal.v1 import node_agent_pb2_grpc
 from evolving.runtime.discovery import follow_leader, follow_service
+from evolving.runtime.following import FollowingChannel
 from evolving.runtime.service import Service, run_service
 from evolving.runtime.settings_loader import load
 from evolving_node_agent.address import Address
@@ -35,8 +36,16 @@ async def run_node_agent(service: Service[NodeAgentSettings], engine: Engine | N
     directory = DirectoryReporter(
         settings.partition_id, settings.node_id, engine, clock, token, settings.unsent_reports, service.metrics
     )
+    planner = FollowingChannel(token=token)
     work = WorkReporter(
-        settings.partition_id, settings.node_id, settings.unsent_reports, settings.work_period_s, clock, token
+        settings.partition_id,
+        settings.node_id,
+        limit=settings.unsent_reports,
+        period_s=settings.work_period_s,
+        window_s=settings.iteration_window_s,
+        planner=planner,
+        clock=clock,
+        metrics=service.metrics,
     )
     service.ready.require("engine", "registered")
     service.server.add(
@@ -53,13 +62,13 @@ async def run_node_agent(service: Service[NodeAgentSettings], engine: Engine | N
     )
     supervisor = Supervisor(engine, policy, clock, lives.up, lives.down)
     service.on_kill(supervisor.kill)
-    directory_address, planner_address = Address(), Address()
+    directory_address = Address()
     service.spawn(node.roles.watch(store, keys), "roles")
     service.spawn(follow_service(store, keys, "directory", directory_address.set), "directory_address")
-    service.spawn(follow_leader(store, keys, "planner", planner_address.set), "planner_address")
+    service.spawn(follow_leader(store, keys, "planner", planner.go_to), "planner_address")
     service.spawn(directory.run(directory_address), "directory_stream")
     service.spawn(directory.flush_late(), "late_reports")
-    service.spawn(work.run(planner_address), "work")
+    service.spawn(work.run(), "work")
     supervising = service.spawn(supervisor.run(), "engine")
     service.on_drain(lives.drain)
     await service.serve()
@@ -68,9 +77,10 @@ async def run_node_agent(service: Service[NodeAgentSettings], engine: Engine | N
     await asyncio.wait({supervising})
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(min(_FAREWELL_S, service.remaining_s())):
-            await directory.farewell()
+            await asyncio.gather(directory.farewell(), work.farewell())
     await supervisor.stop(min(_FAREWELL_S, service.remaining_s()))
     await service.close()
+    await planner.close()
     await store.close()
 
 

@@ -27,8 +27,9 @@ from evolving_node_agent.engines.port import (
 )
 from evolving_node_agent.node import Node
 from evolving_node_agent.reporter import DirectoryReporter
+from evolving_node_agent.samples import decode_sample, prefill_sample
 from evolving_node_agent.translate import FINISH_REASONS, cached_to_proto
-from evolving_node_agent.work import WorkReporter, decode_sample, prefill_sample
+from evolving_node_agent.work import WorkReporter
 
 
 def _ref(request: node_agent_pb2.PrefillRequest | node_agent_pb2.DecodeRequest) -> reports.RequestRef | None:
@@ -78,10 +79,10 @@ class PrefillRun:
         return node_agent_pb2.PrefillResponse(sent=sent)
 
     def _report(self, event: Prefilled) -> None:
-        job, now_s = self._job, self._directory.clock.now_s()
-        self._work.add(prefill_sample(self._request.request_id, len(job.tokens), event.cached, event.prefill_s, now_s))
+        job = self._job
+        self._work.add(prefill_sample(self._request.request_id, len(job.tokens), event.cached, event.prefill_s))
         if event.finish is not None:  # nothing is left to decode, and no node will say so
-            self._work.add(decode_sample(self._request.request_id, 0, 0, 0.0, now_s))
+            self._work.add(decode_sample(self._request.request_id, 0, 0, 0.0, 0.0))
         ref = _ref(self._request)
         if ref is None:
             return
@@ -111,8 +112,12 @@ class DecodeRun:
         self._ref = _ref(request)
         self._blocks = ContextBlocks(job.root, job.tokens, node.info.block_tokens, job.blocks)
         self._prompt_blocks = (len(job.tokens) - job.generated) // node.info.block_tokens
+        self._prompt_tokens = len(job.tokens) - job.generated
         self._started_s = 0.0
         self._output_tokens = 0
+        self._iterations = 0
+        self._context_tokens = 0  # summed over iterations
+        self._reported = False
 
     def take(self, event: DecodeEvent) -> node_agent_pb2.DecodeResponse:
         """Report what the event means and say it to the caller."""
@@ -124,6 +129,8 @@ class DecodeRun:
             return node_agent_pb2.DecodeResponse(started=started)
         if isinstance(event, Tokens):
             self._output_tokens += len(event.ids)
+            self._iterations += 1
+            self._context_tokens += self._prompt_tokens + event.index
             self._tell_output(*self._blocks.sampled(event.ids))
             ids = event.ids.astype("<u4", copy=False).tobytes()
             return node_agent_pb2.DecodeResponse(tokens=node_agent_pb2.DecodeTokens(index=event.index, token_ids=ids))
@@ -147,8 +154,19 @@ class DecodeRun:
             self._directory.tell(self._ref, reports.output(self._ref, first_block, names), names[-NAME_BYTES:])
 
     def _finish(self, event: Finished) -> None:
-        now_s = self._directory.clock.now_s()
-        service_s = now_s - self._started_s
-        self._work.add(decode_sample(self._request.request_id, self._output_tokens, event.iterations, service_s, now_s))
+        self._report(event.iterations)
         if self._ref is not None and event.reason is not FinishReason.ABORTED:
             self._directory.tell(self._ref, reports.done(self._ref))
+
+    def over(self) -> None:
+        """Nothing more comes. The node did the work of a leg that broke off too: it is reported as far as it is known
+        here."""
+        if self._iterations and not self._reported:
+            self._report(self._iterations)
+
+    def _report(self, iterations: int) -> None:
+        self._reported = True
+        context_tokens = self._context_tokens / self._iterations if self._iterations else 0.0
+        service_s = self._directory.clock.now_s() - self._started_s
+        sample = decode_sample(self._request.request_id, self._output_tokens, iterations, context_tokens, service_s)
+        self._work.add(sample)

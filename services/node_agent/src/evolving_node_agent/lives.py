@@ -9,7 +9,7 @@ from evolving.runtime.keys import Keys, NodeRegistration, encode
 from evolving.runtime.registration import Registration
 from evolving.runtime.service import Service
 from evolving.runtime.store import Store
-from evolving_node_agent.engines.port import EngineDown, EngineInfo
+from evolving_node_agent.engines.port import EngineDown, EngineInfo, EngineStatus
 from evolving_node_agent.node import Node
 from evolving_node_agent.reporter import DirectoryReporter
 from evolving_node_agent.settings import NodeAgentSettings
@@ -41,11 +41,11 @@ class EngineLives:
 
     async def up(self, info: EngineInfo) -> None:
         """A life began: follow it, tell the directory, register it. Raises EngineDown when it is over already."""
-        self._work.incarnation = info.incarnation
+        self._work.begin_life(info.incarnation)
         await self._directory.begin_life(info)
         self._node.engine_up(info)
         self._tasks = [
-            self._service.spawn(_while_up(self._node.follow_engine()), "engine_status"),
+            self._service.spawn(_while_up(self._node.follow_engine(self._ran)), "engine_status"),
             self._service.spawn(_while_up(self._directory.follow_kv()), "engine_kv"),
             self._service.spawn(self._register(info), "register"),
         ]
@@ -61,7 +61,12 @@ class EngineLives:
         if self._tasks:
             await asyncio.wait(self._tasks)
         self._tasks = []
+        # An engine that is about to be stopped has more to say than it told last; one that crashed hasn't.
+        self._work.end_life(self._node.engine.status().ran)
         self._directory.end_life()
+
+    def _ran(self, status: EngineStatus) -> None:
+        self._work.ran(status.ran)
 
     async def drain(self) -> None:
         """Others stop sending work here: the role says so, then the registration goes. Running legs go on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 
 from evolving.core.contexts import Contexts
@@ -83,11 +83,12 @@ class Node:
         self.registered = True
         self.notify()
 
-    async def follow_engine(self) -> None:
-        """Pass on the engine's status changes until its life ends."""
+    async def follow_engine(self, tell: Callable[[EngineStatus], None]) -> None:
+        """Pass on the engine's status changes, to `tell` too, until its life ends."""
         async for status in self.engine.status_changes():
             self._fetch_rate.observe(status.fetched_tokens, status.fetch_busy_s, self._clock.now_s())
             self._metrics.observe(status)
+            tell(status)
             self.notify()
 
     # -- legs

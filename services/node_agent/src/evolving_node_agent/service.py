@@ -85,6 +85,8 @@ class NodeAgentService(node_agent_pb2_grpc.NodeAgentServiceServicer):
                     yield response
         except EngineError as error:
             raise from_engine(error) from error
+        finally:
+            run.over()
 
     async def Abort(self, request: node_agent_pb2.AbortRequest, context: Context) -> node_agent_pb2.AbortResponse:
         """End a leg in any stage."""

@@ -60,7 +60,10 @@ class NodeAgentSettings(ServiceSettings):
     unsent_reports: int = Field(
         10_000, ge=1, description="reports kept while the directory, or the planner, is away; the oldest go first"
     )
-    work_period_s: float = Field(1.0, gt=0, description="time between reports of finished work, seconds")
+    work_period_s: float = Field(1.0, gt=0, description="time between reports to the planner, seconds")
+    iteration_window_s: float = Field(
+        1.0, gt=0, description="shortest stretch of time over which iterations are summed up for the planner, seconds"
+    )
 
     engine: Literal["mock", "sglang"] = Field("sglang", description="what computes")
     model_path: str = Field("", description="sglang: directory with safetensors, config and tokenizer")

@@ -1,138 +1,205 @@
-"""What legs cost, reported to the leading planner. A planner that is away costs nothing but old samples."""
+"""What this node did, reported to the leading planner: samples of legs, and windows of its engine's iterations.
+
+A planner that is away costs nothing but the oldest of it.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import grpc
 import grpc.aio
 
-from evolving.core.work import query_key_pairs
+from evolving.core.iterations import IterationWindow, WindowCutter
 from evolving.internal.v1 import planner_pb2, planner_pb2_grpc
-from evolving.runtime.channel import open_channel
 from evolving.runtime.clock import Clock
+from evolving.runtime.following import FollowingChannel
 from evolving.runtime.log import get_logger
-from evolving.v1 import common_pb2
-from evolving_node_agent.address import Address
-from evolving_node_agent.engines.port import CachedTokens
+from evolving.runtime.metrics import Metrics
+from evolving_node_agent.samples import window_message
 
 _CALL_TIMEOUT_S = 5.0
-_MAX_SAMPLES = 1000  # in one report
+_REPORT_MAX = 1000  # samples in one report, and as many windows
+_LAST_RETRY_S = 0.05  # between attempts when the agent leaves
+_EMPTY = IterationWindow()
+
 _log = get_logger(__name__)
+Message = TypeVar("Message", planner_pb2.WorkSample, planner_pb2.IterationWindow)
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One leg's work, done at `done_s` of this process's clock."""
+class _Dated(Generic[Message]):
+    """A message about what ended at `ended_s` of this process's clock."""
 
-    message: planner_pb2.WorkSample
-    done_s: float
+    message: Message
+    ended_s: float
 
-
-def prefill_sample(request_id: str, tokens: int, cached: CachedTokens, service_s: float, done_s: float) -> Sample:
-    """A prefill leg over `tokens`, of which `cached` were reused (the paper, section 4.2)."""
-    uncached = tokens - cached.total
-    return Sample(
-        planner_pb2.WorkSample(
-            request_id=request_id,
-            phase=common_pb2.PHASE_PREFILL,
-            uncached_tokens=uncached,
-            cached_tokens=cached.total,
-            restored_tokens=cached.restored,
-            query_key_pairs=query_key_pairs(uncached, cached.total),
-            service_s=service_s,
-        ),
-        done_s,
-    )
+    def aged(self, now_s: float) -> Message:
+        """The message as it is to be sent now."""
+        self.message.age_s = max(0.0, now_s - self.ended_s)
+        return self.message
 
 
-def decode_sample(request_id: str, output_tokens: int, iterations: int, service_s: float, done_s: float) -> Sample:
-    """A decode leg that produced `output_tokens`."""
-    return Sample(
-        planner_pb2.WorkSample(
-            request_id=request_id,
-            phase=common_pb2.PHASE_DECODE,
-            output_tokens=output_tokens,
-            iterations=iterations,
-            service_s=service_s,
-        ),
-        done_s,
-    )
+class _Waiting(Generic[Message]):
+    """The newest messages not in a report yet, at most `limit`."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._messages: deque[_Dated[Message]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def put(self, message: Message, now_s: float) -> int:
+        """Add one; how many were given up for it."""
+        self._messages.append(_Dated(message, now_s))
+        if len(self._messages) <= self._limit:
+            return 0
+        self._messages.popleft()
+        return 1
+
+    def take(self) -> list[_Dated[Message]]:
+        """The oldest, as many as go into a report."""
+        return [self._messages.popleft() for _ in range(min(_REPORT_MAX, len(self._messages)))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """It goes unchanged until a planner took it: by number, within an incarnation, one tells repeats."""
+
+    incarnation: str
+    sequence: int
+    samples: list[_Dated[planner_pb2.WorkSample]]
+    windows: list[_Dated[planner_pb2.IterationWindow]]
+
+    def __len__(self) -> int:
+        return len(self.samples) + len(self.windows)
 
 
 class WorkReporter:
-    """Keeps the newest samples and sends them in numbered reports. A report whose fate is unknown is sent again under
-    its number and incarnation, so that it is taken once."""
+    """Keeps the newest samples and windows and sends them in numbered reports, each until it is known to be taken."""
 
     def __init__(
-        self, partition_id: str, node_id: str, limit: int, period_s: float, clock: Clock, token: str | None
+        self,
+        partition_id: str,
+        node_id: str,
+        *,
+        limit: int,
+        period_s: float,
+        window_s: float,
+        planner: FollowingChannel,
+        clock: Clock,
+        metrics: Metrics,
     ) -> None:
+        """limit: samples, and windows, kept. window_s: as for `WindowCutter`. planner: goes where one leads."""
         self._partition_id = partition_id
         self._node_id = node_id
         self._period_s = period_s
+        self._planner = planner
         self._clock = clock
-        self._token = token
-        self._samples: deque[Sample] = deque(maxlen=limit)
-        self._report: list[Sample] = []  # the one numbered `sequence`, not known to be taken
-        self._report_incarnation = ""  # the planner tells repeats by number within an incarnation: it goes unchanged
+        self._samples: _Waiting[planner_pb2.WorkSample] = _Waiting(limit)
+        self._windows: _Waiting[planner_pb2.IterationWindow] = _Waiting(limit)
+        self._cutter = WindowCutter(window_s)
+        self._incarnation = ""  # of the engine's newest life
+        self._report: _Report | None = None  # not known to be taken
         self._sequence = 0
-        self._channel: grpc.aio.Channel | None = None
-        self._channel_address = ""
-        self.incarnation = ""  # of the engine's newest life
+        self._sending = asyncio.Lock()
+        self._failing = False
+        self._dropped = 0
+        unsent = metrics.gauge("node_work_unsent", "Work samples and iteration windows that wait for a planner.")
+        unsent.set_function(lambda: float(self._unsent))
+        dropped = metrics.gauge("node_work_dropped", "Those given up: too many waited, or a planner refused them.")
+        dropped.set_function(lambda: float(self._dropped))
 
-    def add(self, sample: Sample) -> None:
-        """A leg is done."""
-        self._samples.append(sample)
+    # -- what is to be reported
 
-    async def run(self, planner: Address) -> None:
+    def begin_life(self, incarnation: str) -> None:
+        """The engine started; its totals count from nothing."""
+        self._incarnation = incarnation
+        self._cutter.add(self._clock.now_s(), incarnation, _EMPTY)
+
+    def ran(self, totals: IterationWindow) -> None:
+        """The engine said what it ran since it started."""
+        self._add_window(self._cutter.add(self._clock.now_s(), self._incarnation, totals))
+
+    def end_life(self, totals: IterationWindow) -> None:
+        """The engine ended, or is about to; `totals` as far as they are known. What is in no window yet becomes one."""
+        self.ran(totals)
+        self._add_window(self._cutter.rest(self._clock.now_s()))
+
+    def add(self, sample: planner_pb2.WorkSample) -> None:
+        """A leg ended just now."""
+        self._dropped += self._samples.put(sample, self._clock.now_s())
+
+    def _add_window(self, window: IterationWindow | None) -> None:
+        if window is not None and window != _EMPTY:
+            message = window_message(self._incarnation, window)
+            self._dropped += self._windows.put(message, self._clock.now_s())
+
+    # -- reports
+
+    async def run(self) -> None:
         """Report for ever."""
-        try:
-            while True:
-                await self._clock.sleep(self._period_s)
-                while planner.value and await self._send(planner.value):
-                    pass
-        finally:
-            await self._close()
+        while True:
+            await self._clock.sleep(self._period_s)
+            await self._send_all()
 
-    async def _send(self, address: str) -> bool:
-        """Send one report; whether more samples wait and the planner answered."""
-        if not self._report:
-            if not self._samples:
-                return False
-            self._report = [self._samples.popleft() for _ in range(min(_MAX_SAMPLES, len(self._samples)))]
-            self._report_incarnation = self.incarnation
-            self._sequence += 1
-        stub = await self._stub(address)
-        try:
-            await stub.ReportWork(self._message(), timeout=_CALL_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            _log.debug("work_not_reported", address=address, code=error.code().name, error=error.details())
+    async def farewell(self) -> None:
+        """Report what there is, until all of it is taken, or nobody is there to take it."""
+        await self._send_all()
+        while self._unsent and self._planner.address:
+            await self._clock.sleep(_LAST_RETRY_S)
+            await self._send_all()
+
+    @property
+    def _unsent(self) -> int:
+        return len(self._samples) + len(self._windows) + (len(self._report) if self._report is not None else 0)
+
+    async def _send_all(self) -> None:
+        """Until nothing waits, or a planner does not answer."""
+        async with self._sending:
+            while self._unsent and await self._send():
+                pass
+
+    async def _send(self) -> bool:
+        """Send the report that was not taken yet, or else the next; whether it is settled."""
+        channel = self._planner.get()
+        if channel is None:
             return False
-        self._report = []
-        return bool(self._samples)
+        if self._report is None:
+            self._sequence += 1
+            self._report = _Report(self._incarnation, self._sequence, self._samples.take(), self._windows.take())
+        try:
+            await planner_pb2_grpc.PlannerServiceStub(channel).ReportWork(
+                self._request(self._report), timeout=_CALL_TIMEOUT_S
+            )
+        except grpc.aio.AioRpcError as error:
+            self._failed(error)
+            if error.code() is not grpc.StatusCode.INVALID_ARGUMENT:
+                return False
+            self._dropped += len(self._report)  # it would be refused again
+        else:
+            self._failing = False
+        self._report = None
+        return True
 
-    def _message(self) -> planner_pb2.ReportWorkRequest:
+    def _failed(self, error: grpc.aio.AioRpcError) -> None:
+        if not self._failing:  # once, and not every second
+            self._failing = True
+            address, code = self._planner.address, error.code().name
+            _log.warning("work_not_reported", address=address, code=code, error=error.details())
+
+    def _request(self, report: _Report) -> planner_pb2.ReportWorkRequest:
         now_s = self._clock.now_s()
-        request = planner_pb2.ReportWorkRequest(
+        return planner_pb2.ReportWorkRequest(
             partition_id=self._partition_id,
             node_id=self._node_id,
-            incarnation=self._report_incarnation,
-            sequence=self._sequence,
-            samples=[sample.message for sample in self._report],
+            incarnation=report.incarnation,
+            sequence=report.sequence,
+            samples=[sample.aged(now_s) for sample in report.samples],
+            windows=[window.aged(now_s) for window in report.windows],
+            dropped=self._dropped,
         )
-        for message, sample in zip(request.samples, self._report, strict=True):
-            message.age_s = now_s - sample.done_s
-        return request
-
-    async def _stub(self, address: str) -> planner_pb2_grpc.PlannerServiceAsyncStub:
-        if self._channel is None or address != self._channel_address:
-            await self._close()
-            self._channel = open_channel(address, token=self._token)
-            self._channel_address = address
-        return planner_pb2_grpc.PlannerServiceStub(self._channel)
-
-    async def _close(self) -> None:
-        if self._channel is not None:
-            channel, self._channel = self._channel, None
-            await channel.close()

@@ -161,8 +161,8 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """New output ids; `index` is the position of the first of them, counted from the first token of this leg's output
-    (the token the prefill leg sampled is index `generated`)."""
+    """The output ids of one decode iteration; `index` is the position of the first of them, counted from the first
+    token of the request's output (the token the prefill leg sampled is index `generated`)."""
 
     index: int
     ids: TokenIds
