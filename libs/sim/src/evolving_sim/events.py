@@ -33,7 +33,7 @@ class Event:
         self.action = None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class EventHeap:
     """The clock of a simulation, and what will happen."""
 

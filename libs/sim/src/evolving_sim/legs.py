@@ -53,6 +53,7 @@ class DecodeLeg:
 
     request: Request
     source: str  # node that prefills
+    node_id: str  # that decodes, once it is chosen
     iterations: int  # n_it
     left_iterations: int
     growth_tokens: float  # t_acc

@@ -48,7 +48,7 @@ class Switch:
     gain: float  # expected
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class PlannerLoop:
     """One planner. `begin` once; `decisions` grows, "stay" included."""
 

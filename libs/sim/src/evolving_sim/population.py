@@ -43,7 +43,7 @@ class _Agent:
     requests: int = 0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Population:
     """The agents of a run. What each asks depends on its number and the seed only, not on what the cluster does."""
 

@@ -35,7 +35,7 @@ class Listeners:
     done: Callable[[Request], None] = lambda _: None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class SimCluster:
     """Nodes, who does what on them, and the requests there are."""
 
@@ -50,7 +50,7 @@ class SimCluster:
     _open_s: float = field(init=False, default=0.0)  # its integral over time
     _open_until_s: float = field(init=False, default=0.0)
     _decodes: dict[str, DecodeLeg] = field(init=False, default_factory=dict)  # by request, from their choice on
-    _prefills: dict[str, tuple[str, PrefillLeg]] = field(init=False, default_factory=dict)  # until the first token
+    _prefills: dict[str, PrefillLeg] = field(init=False, default_factory=dict)  # by request, until the first token
     _reads_free_s: dict[str, float] = field(init=False)  # when a node's fetches asked for so far are over
 
     def __post_init__(self) -> None:
@@ -62,8 +62,8 @@ class SimCluster:
         callbacks = NodeCallbacks(
             taken=partial(self._taken, node_id),
             prefilled=self._prefilled,
-            granted=partial(self._move, node_id),
-            decoded=partial(self._decoded, node_id),
+            granted=self._move,
+            decoded=self._decoded,
         )
         return SimNode(node_id, config, self.events, callbacks, HeldKv(config.l1_tokens // config.block_tokens))
 
@@ -123,7 +123,7 @@ class SimCluster:
         until = held[chosen.node_id].any_blocks + chosen.fetched_blocks
         work = chosen.work
         leg = PrefillLeg(request, until, chosen.fetched_blocks == 0, work.cached_tokens, work.restored_tokens)
-        self._prefills[request.request_id] = (chosen.node_id, leg)
+        self._prefills[request.request_id] = leg
         self.nodes[chosen.node_id].enqueue(leg)
         if chosen.fetched_blocks:
             self._fetch(self.nodes[chosen.node_id], leg, chosen.fetched_blocks * size)
@@ -168,7 +168,8 @@ class SimCluster:
         iterations = config.decode_iterations(request.output_tokens)
         if iterations == 0:
             return
-        decode = DecodeLeg(request, node_id, iterations, iterations, config.accepted_tokens, request.prompt_tokens + 1)
+        context = request.prompt_tokens + 1
+        decode = DecodeLeg(request, node_id, "", iterations, iterations, config.accepted_tokens, context)
         self._decodes[request.request_id] = decode
         self._choose_decode(decode)
 
@@ -184,7 +185,7 @@ class SimCluster:
             return
         decode.prefilled = True
         if decode.granted:
-            self._move(self._where(decode), decode)
+            self._move(decode)
 
     # -- decode
 
@@ -195,6 +196,7 @@ class SimCluster:
         nodes = [self._decode_node(node, leg, request.prompt_tokens // size) for node in self._candidates(Role.DECODE)]
         chosen = choose_decode(context, nodes, self.routing).chosen
         assert chosen is not None, "every node lives"
+        leg.node_id = chosen.node_id
         self.nodes[chosen.node_id].reserve(leg)
 
     def _decode_node(self, node: SimNode, leg: DecodeLeg, blocks: int) -> DecodeNode:
@@ -209,12 +211,12 @@ class SimCluster:
             prefilled_here=node.node_id == leg.source,
         )
 
-    def _move(self, node_id: str, leg: DecodeLeg) -> None:
+    def _move(self, leg: DecodeLeg) -> None:
         """Send what the decode node lacks, once it has a slot and the prompt is computed."""
         if not leg.prefilled:
             return
-        node = self.nodes[node_id]
-        if node_id == leg.source:
+        node = self.nodes[leg.node_id]
+        if leg.node_id == leg.source:
             node.join(leg)
             return
         request, size = leg.request, node.config.block_tokens
@@ -226,16 +228,13 @@ class SimCluster:
 
         self.events.after(node.config.transfer_s(lacking), Priority.ARRIVAL, arrived)
 
-    def _decoded(self, node_id: str, leg: DecodeLeg) -> None:
-        request, node = leg.request, self.nodes[node_id]
+    def _decoded(self, leg: DecodeLeg) -> None:
+        request, node = leg.request, self.nodes[leg.node_id]
         # The last token has no KV yet.
         node.kv.store(request.branch, (request.prompt_tokens + request.output_tokens - 1) // node.config.block_tokens)
         del self._decodes[request.request_id]
         done = DecodeDone(request.request_id, leg.iterations, leg.context_sum / leg.iterations)
         self._tell_done(request, done)
-
-    def _where(self, leg: DecodeLeg) -> str:
-        return next(node_id for node_id, node in self.nodes.items() if leg in node.granted)
 
     def _tell_prefilled(self, request: Request, work: PrefillSums) -> None:
         for listener in self.listeners:
@@ -256,7 +255,7 @@ class SimCluster:
         for node in self.nodes.values():
             node.check_invariants()
         prefilling = [leg for node in self.nodes.values() for leg in (*node.queue, *node.running)]
-        assert {id(leg) for leg in prefilling} == {id(leg) for _, leg in self._prefills.values()}
+        assert {id(leg) for leg in prefilling} == {id(leg) for leg in self._prefills.values()}
         decoding = sum(node.decoding + len(node.waiting) for node in self.nodes.values())
         assert decoding == len(self._decodes)
         past_prefill = sum(leg.prefilled for leg in self._decodes.values())

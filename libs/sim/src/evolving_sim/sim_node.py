@@ -62,7 +62,7 @@ class _Iterations:
         return count
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class SimNode:
     """One node's engine."""
 
@@ -80,7 +80,7 @@ class SimNode:
     busy_s: float = field(init=False, default=0.0)
     _joining: list[DecodeLeg] = field(init=False, default_factory=list)
     _now: _Iterations | None = field(init=False, default=None)
-    _telling: bool = field(init=False, default=False)  # an iteration ended and others are told; the next one waits
+    _starting: bool = field(init=False, default=False)  # the next iteration begins at this moment
     _queued: PrefillSums = field(init=False, default_factory=PrefillSums)  # of the queue
     _prefill_iterations: int = field(init=False, default=0)
     _prefill_tokens: int = field(init=False, default=0)
@@ -180,15 +180,21 @@ class SimNode:
     def wake(self) -> None:
         """Something came: the next iteration takes it along, and is the next one there is."""
         if self._now is None:
-            if not self._telling:
-                self._begin()
+            self._start()
         elif self._now.count > 1:
             self._now.count = self._now.ended_by(self.events.now_s)
             self._schedule_end(self._now)
 
     # -- iterations
 
+    def _start(self) -> None:
+        """Begin once all that comes at this moment is here."""
+        if not self._starting:
+            self._starting = True
+            self.events.after(0.0, Priority.ITERATION, self._begin)
+
     def _begin(self) -> None:
+        self._starting = False
         self.batch += self._joining
         self._joining = []
         self._admit()
@@ -231,15 +237,13 @@ class SimNode:
         for decoded in ended:
             self.batch.remove(decoded)
             self._room_tokens -= decoded.room_tokens
-        self._telling = True
+        self._start()
         if ended:
             self._grant()
         for decoded in ended:
             self.callbacks.decoded(decoded)
         for complete in prefilled:
             self.callbacks.prefilled(complete)
-        self._telling = False
-        self._begin()
 
     def _computed(self, iterations: _Iterations) -> list[PrefillLeg]:
         """Count the chunks of an iteration that ended; the prompts that are complete."""
@@ -333,7 +337,9 @@ class SimNode:
         assert all(leg.prefilled and leg.left_iterations > 0 for leg in (*self._joining, *self.batch))
         assert all(leg.left_tokens > 0 for leg in self.running)
         assert self._queued.uncached_tokens == sum(leg.uncached_tokens for leg in self.queue)
-        if self._now is None:
+        if self._starting:
+            assert self._now is None
+        elif self._now is None:
             assert not self.batch
             assert not self._joining
             assert not self.running

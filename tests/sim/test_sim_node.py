@@ -1,0 +1,155 @@
+"""One simulated node: iterations, chunks, slots, and how long one waits there."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sim.naive_node import Answer, Prompt, play
+
+from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
+from evolving.core.work import PrefillWork, node_wait_s
+from evolving_sim.events import EventHeap, Priority
+from evolving_sim.held_kv import Branch, HeldKv
+from evolving_sim.legs import DecodeLeg, PrefillLeg, Request
+from evolving_sim.node_config import BothPhases, NodeConfig
+from evolving_sim.sim_node import NodeCallbacks, SimNode
+
+PREFILL = PrefillCoefficients(c0_s=0.25, c1_s=0.01, c2_s=1e-4)
+SLOW = NodeConfig(
+    PREFILL,
+    DecodeCoefficients(0.1, 0.3, 0.05, 1e-3, experts_per_token=2, experts=8),
+    accepted_tokens=2.0,
+    chunk_tokens=64,
+    decode_slots=3,
+)
+
+
+class OneNode:
+    """A node by itself: what it says is noted with the time."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.events = EventHeap()
+        self.done_s: dict[str, float] = {}
+        self.taken: list[str] = []
+        callbacks = NodeCallbacks(
+            taken=lambda leg: self.taken.append(leg.request.request_id),
+            prefilled=self._done,
+            granted=lambda _: None,
+            decoded=self._done,
+        )
+        self.node = SimNode("n", config, self.events, callbacks, HeldKv(config.l1_tokens // config.block_tokens))
+
+    def _done(self, leg: PrefillLeg | DecodeLeg) -> None:
+        self.done_s[leg.request.request_id] = self.events.now_s
+
+    def prompt(self, name: str, tokens: int) -> PrefillLeg:
+        return PrefillLeg(request(name, tokens), 0, True, 0, 0)
+
+    def answer(self, name: str, iterations: int, context: int) -> None:
+        leg = DecodeLeg(request(name, context), "other", "n", iterations, iterations, 2.0, context, prefilled=True)
+        self.node.reserve(leg)
+        if leg.granted:
+            self.node.join(leg)
+
+    def run(self, end_s: float = 1e6) -> None:
+        while self.events._heap and self.events._heap[0][0] <= end_s:
+            self.events.run_until(self.events._heap[0][0])
+            self.node.check_invariants()
+
+
+def request(name: str, tokens: int, output: int = 10) -> Request:
+    return Request(name, "kind", Branch(name, "common", 0), tokens, output, 0.0, lambda: None)
+
+
+TIMES = st.integers(0, 30_000).map(lambda value: value / 1000)
+PROMPTS = st.lists(st.tuples(TIMES, st.integers(1, 300)), max_size=6)
+ANSWERS = st.lists(st.tuples(TIMES, st.integers(1, 40), st.integers(1, 500)), max_size=8)
+
+
+@given(PROMPTS, ANSWERS, st.sampled_from(BothPhases), st.sampled_from([0.0, 1e-3]))
+def test_iterations_end_where_playing_each_by_itself_puts_them(
+    prompts: list[tuple[float, int]], answers: list[tuple[float, int, int]], both: BothPhases, d3_s: float
+) -> None:
+    """Counting iterations in which nothing changes is exact, whatever comes in between (§4.2, equations 1 and 2)."""
+    config = NodeConfig(
+        PREFILL,
+        DecodeCoefficients(0.1, 0.3, 0.05, d3_s, experts_per_token=2, experts=8),
+        tokens_per_request=3.0,
+        accepted_tokens=2.0,
+        chunk_tokens=64,
+        both_phases=both,
+    )
+    one = OneNode(config)
+    # Nothing comes at the very end of an iteration, where rounding would decide what it takes along.
+    prompts = [(at_s + 1.3e-6 * (i + 1), tokens) for i, (at_s, tokens) in enumerate(prompts)]
+    answers = [(at_s + 0.7e-6 + 1.3e-6 * i, count, context) for i, (at_s, count, context) in enumerate(answers)]
+    for i, (at_s, tokens) in enumerate(prompts):
+        one.events.at(at_s, Priority.ARRIVAL, partial(one.node.enqueue, one.prompt(f"p{i}", tokens)))
+    for i, (at_s, iterations, context) in enumerate(answers):
+        one.events.at(at_s, Priority.ARRIVAL, partial(one.answer, f"a{i}", iterations, context))
+    one.run()
+    naive = play(
+        config,
+        [Prompt(f"p{i}", at_s, tokens) for i, (at_s, tokens) in enumerate(prompts)],
+        [Answer(f"a{i}", at_s, *rest) for i, (at_s, *rest) in enumerate(answers)],
+    )
+    assert one.done_s == pytest.approx(naive, abs=1e-6)
+    assert one.node.idle
+
+
+def test_what_comes_at_one_moment_shares_an_iteration() -> None:
+    one = OneNode(SLOW)
+    for i in range(3):
+        one.events.at(1.0, Priority.ARRIVAL, partial(one.node.enqueue, one.prompt(f"p{i}", 10)))
+    one.run()
+    assert len(set(one.done_s.values())) == 1
+
+
+def test_slots_are_given_in_order_and_a_full_node_has_none_free() -> None:
+    one = OneNode(SLOW)
+    for i in range(5):
+        one.answer(f"a{i}", 4, 10)
+    assert (one.node.slots_free, one.node.decoding, len(one.node.waiting)) == (0, 3, 2)
+    one.run()
+    assert [leg.request.request_id for leg in one.node.granted] == ["a3", "a4"]
+    assert len({one.done_s[f"a{i}"] for i in range(3)}) == 1
+
+
+def test_a_leg_waits_for_device_memory_others_have() -> None:
+    one = OneNode(NodeConfig(PREFILL, SLOW.decode, l1_tokens=100, block_tokens=1))
+    one.answer("first", 3, 60)
+    one.answer("second", 3, 60)
+    assert one.node.room_tokens < 0
+    assert one.node.decoding == 1
+    one.run()
+    assert one.node.decoding == 1
+    assert "second" not in one.done_s  # has its room now; its KV is still to come
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.floats(0, 10))
+def test_how_long_one_waits_is_what_the_core_says_of_the_legs(tokens: list[int], at_s: float) -> None:
+    """Equation 7's first two terms, kept up to date instead of summed anew."""
+    one = OneNode(SLOW)
+    for i, count in enumerate(tokens):
+        one.node.enqueue(one.prompt(f"p{i}", count))
+    one.run(at_s)
+    node = one.node
+    running = [PrefillWork(leg.left_tokens, leg.computed_tokens) for leg in node.running]
+    queued = [PrefillWork(leg.uncached_tokens) for leg in node.queue]
+    assert node.wait_s == pytest.approx(node_wait_s(running, queued, PREFILL, node.new_tokens_per_iteration))
+
+
+def test_a_prompt_whose_fetch_goes_on_is_passed_over() -> None:
+    one = OneNode(SLOW)
+    fetching = PrefillLeg(request("fetching", 100), 1, False, 64, 64)
+    one.node.enqueue(fetching)
+    one.node.enqueue(one.prompt("other", 10))
+    one.run(0.0)
+    assert one.taken == ["other"]
+    one.node.fetched(fetching)
+    one.run()
+    assert one.taken == ["other", "fetching"]
+    assert (fetching.cached_tokens, fetching.restored_tokens, fetching.uncached_tokens) == (64, 64, 36)
