@@ -24,6 +24,7 @@ from evolving.core.planner import (
     follow_membership,
     parse_role,
     propose_changes,
+    propose_keep,
     propose_shape,
     release,
     role_text,
@@ -231,6 +232,23 @@ def test_without_a_shape_the_first_split_waits_for_two_nodes() -> None:
     assert decision.roles_after == {"a": P, "b": P, "c": D}
 
 
+@pytest.mark.parametrize(("initial", "least"), [(None, 2), ("2P1D", 3)])
+def test_the_first_split_waits_until_the_nodes_it_needs_are_warm(initial: str | None, least: int) -> None:
+    live = {"a", "b", "c", "d"}
+    shape = SplitShape.parse(initial) if initial else None
+    for warm in (set(), {"a"}, {"a", "b"}, {"b", "c", "d"}, live, {"a", "gone", "left"}):
+        decision = follow_membership(
+            Split(), live, initial=shape, prefill_share=0.5, author="planner", now_s=7.0, warm=warm
+        )
+        assert (decision is not None) == (len(warm & live) >= least)
+        if decision is not None:
+            assert set(decision.roles_after) == live, "the others join at once"
+    later = follow_membership(
+        split_of(a=P, b=D), live, initial=shape, prefill_share=0.5, author="planner", now_s=7.0, warm=set()
+    )
+    assert later is not None, "a split that is there follows its nodes"
+
+
 def test_more_nodes_than_the_first_split_names_are_assigned_by_its_share() -> None:
     decision = follow(Split(), {"a", "b", "c", "d", "e", "f"}, initial="2P1D")
     assert decision is not None
@@ -363,6 +381,21 @@ def test_nodes_that_come_and_go_are_followed_under_a_hold_which_stays() -> None:
             assert decision is not None
             assert decision.changes_split
             assert decision.hold == kept
+
+
+def test_an_operator_holds_the_split_as_it_is() -> None:
+    split, hold = split_of(a=P, b=D), Hold("ops", until_s=99.0)
+
+    def keep(expected_epoch: int) -> Decision:
+        return propose_keep(
+            split, expected_epoch=expected_epoch, reason="", author="ops", prefill_share=0.4, now_s=7.0, hold=hold
+        )
+
+    decision = keep(5)
+    assert (decision.kind, decision.hold, decision.prefill_share) == (DecisionKind.OPERATOR, hold, 0.4)
+    assert not decision.changes_split
+    with pytest.raises(EpochChanged):
+        keep(4)
 
 
 def test_releasing_leaves_the_split_and_ends_the_hold() -> None:

@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from evolving.core.config import Gate, PlannerConfig
 from evolving.core.modes import Hold, Mode
 from evolving.core.planner import Decision, DecisionKind, Split, SplitShape, effective_roles
-from evolving.core.replan import Evaluation, cooldown_ends_s, decide_by_throughput, evaluate, says_something
+from evolving.core.replan import (
+    Evaluation,
+    cooldown_ends_s,
+    decide_by_throughput,
+    evaluate,
+    says_something,
+    worth_repeating_at_s,
+)
 from evolving.core.slices import Slice
 from evolving.core.terms import Role
 from evolving.core.throughput import NodeModel, throughput
@@ -224,6 +231,22 @@ def test_no_switch_in_cooldown(since_s: float, start: str, seed: int) -> None:
     assert cooldown_ends_s(split, CONFIG) == pytest.approx(NOW_S - since_s + 120)
     if since_s < 119.99:
         assert stays(decision, split, "cools down")
+
+
+def test_what_the_cooldown_alone_stopped_is_worth_deciding_again_when_it_ends() -> None:
+    split = split_of("8P1D", written_at_s=NOW_S - 50)
+    evaluation = evaluated(split, noisy())
+    assert worth_repeating_at_s(split, decide(split, evaluation)) == NOW_S + 70
+    ends_s = NOW_S + 70
+    for not_again in (
+        decide(split, evaluation, now_s=ends_s),  # it switched
+        decide(split, evaluation, mode=Mode.SHADOW),
+        decide(split, evaluation, mode=Mode.MANUAL),
+        decide(split, evaluation, hold=Hold("ops")),
+        decide(split, evaluated(split, noisy(valid=7))),  # not surely better
+        replace(decide(split, evaluation), evaluation=None),
+    ):
+        assert worth_repeating_at_s(split, not_again) is None
 
 
 def test_in_shadow_it_is_decided_and_recorded_and_nothing_changes() -> None:

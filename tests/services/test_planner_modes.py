@@ -217,6 +217,34 @@ async def test_what_if_answers_from_live_windows_and_records_nothing(etcd: Etcd)
             assert await refused(client.public.EvaluateSplit(request, timeout=10)) == "INVALID_ARGUMENT"
 
 
+async def test_metrics_say_what_was_evaluated_and_held(etcd: Etcd) -> None:
+    async with open_store(etcd) as store, planner(etcd, initial_split="2P2D", **HURRIED) as (service, client):
+        await join(store, *FOUR)
+        async with reporting(PREFILL_HEAVY, "a", client):
+
+            async def switched() -> bool:
+                return bool(await client.decisions("switch"))
+
+            await eventually(switched)
+            await client.public.ProposeSplit(planner_pb2.ProposeSplitRequest(keep=KEEP), timeout=10)
+            await stays_because(client, "no other split is surely better")
+        shown = metric_values(service.metrics.exposition())
+        assert shown['evolving_planner_evaluations_total{outcome="better"}'] >= 1
+        assert shown['evolving_planner_evaluations_total{outcome="none_better"}'] >= 1
+        present = shown['evolving_planner_predicted_requests_per_s{split="present"}']
+        assert shown['evolving_planner_predicted_requests_per_s{split="best"}'] == present > 0
+        assert shown["evolving_planner_best_gain"] < 0
+        assert shown["evolving_planner_hold"] == 1
+        assert shown['evolving_planner_missing_measurements{what="lost_reports"}'] == 0
+        await client.public.ReleaseSplit(planner_pb2.ReleaseSplitRequest(), timeout=10)
+        assert metric_values(service.metrics.exposition())["evolving_planner_hold"] == 0
+
+
+def metric_values(exposition: bytes) -> dict[str, float]:
+    lines = (line for line in exposition.decode().splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
 async def test_nothing_can_be_said_before_something_was_measured(etcd: Etcd) -> None:
     async with open_store(etcd) as store, planner(etcd, **HURRIED) as (_, client):
         await join(store, *FOUR)

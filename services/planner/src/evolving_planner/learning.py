@@ -16,6 +16,7 @@ from evolving_planner.office import Office
 from evolving_planner.view import View
 
 _PERIOD_S = 3.0
+_LARGEST_BYTES = 1_000_000  # etcd refuses requests beyond 1.5 MiB
 
 _log = get_logger(__name__)
 
@@ -61,8 +62,15 @@ class Learning:
                 self._metrics.refitted(self.models.outcomes)
             self._metrics.knows(self.models.views(self._view.nodes))
             if self._unsaved:
-                self._revision = await self._office.store_model(self.models.encode())
-                self._unsaved = False
+                await self._store()
+
+    async def _store(self) -> None:
+        value = self.models.encode()
+        if len(value) > _LARGEST_BYTES:
+            _log.error("models_too_large", size_bytes=len(value))  # of thousands of nodes; this leader goes on with them
+        else:
+            self._revision = await self._office.store_model(value)
+        self._unsaved = False
 
     def follow(self) -> None:
         """Take what somebody else wrote."""

@@ -87,7 +87,7 @@ class Replanner:
 
     async def what_if(self) -> Evaluation:
         """What every split would serve, by what was measured up to now. Changes nothing."""
-        return await self._evaluate(self._measures.peek(self._clock.now_s()))
+        return await self._evaluate(self._measures.peek(self._clock.now_s() - self._lag_s))
 
     async def _evaluate(self, slices: Sequence[Slice]) -> Evaluation:
         async with self._lock:

@@ -3,6 +3,7 @@ takes proposals."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -114,10 +115,11 @@ class PlannerService(planner_pb2_grpc.PlannerServiceServicer):
         _require_loaded(self._view)
         wanted = _shape(request.shape) if request.HasField("shape") else None
         self._require_term()
-        evaluation = await self._replanner.what_if()
-        serving = sum(role in (Role.PREFILL, Role.DECODE) for role in evaluation.roles.values())
+        roles = effective_roles(self._view.split, self._view.nodes).values()
+        serving = sum(role in (Role.PREFILL, Role.DECODE) for role in roles)
         if wanted is not None and wanted.total != serving:
             raise InvalidRequest(f"{wanted} asks for {wanted.total} nodes, {serving} serve one phase each")
+        evaluation = await self._replanner.what_if()
         candidate = evaluation.candidate(wanted) if wanted is not None else None
         return planner_pb2.EvaluateSplitResponse(
             evaluation=wire.evaluation_to_proto(evaluation, self._measures.missing()),
@@ -144,6 +146,7 @@ class PlannerService(planner_pb2_grpc.PlannerServiceServicer):
             if answer.decisions and size_bytes > _PAGE_BYTES_MAX:
                 break
             answer.decisions.append(decision)
+            await asyncio.sleep(0)  # evaluations of large clusters take milliseconds each
         if len(answer.decisions) < len(found):
             answer.next_page_token = str(found[len(answer.decisions) - 1].number)
         return answer
