@@ -191,7 +191,7 @@ async def test_a_crash_amid_a_window(etcd: Etcd) -> None:
 async def test_an_engine_that_says_nothing_more(etcd: Etcd) -> None:
     """Its iterations hang, and so does its leg, when the agent is told to go."""
     async with scripted_planner(etcd) as planner:
-        async with agent(etcd, mock={"speed_up": 2.0}, iteration_window_s=NEVER_S, grace_s=1.0) as node:
+        async with agent(etcd, mock={"speed_up": 2.0}, iteration_window_s=NEVER_S, grace_s=3.0) as node:
             await node.ready()
             request = prefill_request(ids(1, 50), request_id="hangs", sampling=tokens(1500))
             _, tasks = await decoding(node, request, [0], enough=20)
@@ -303,7 +303,7 @@ async def test_a_process_that_is_told_to_go_tells_what_it_did(etcd: Etcd) -> Non
             f"--etcd-endpoints={','.join(etcd.endpoints)}",
             "--node-id=n0",
             "--engine=mock",
-            "--grace-s=2",
+            "--grace-s=3",
             f"--work-period-s={NEVER_S}",
             f"--iteration-window-s={NEVER_S}",
             stderr=asyncio.subprocess.DEVNULL,

@@ -58,7 +58,10 @@ class NodeAgentSettings(ServiceSettings):
     )
     restart_window_s: float = Field(300.0, gt=0, description="see restart_attempts, seconds")
     unsent_reports: int = Field(
-        10_000, ge=1, description="reports kept while the directory, or the planner, is away; the oldest go first"
+        10_000,
+        ge=1,
+        description="reports kept while the directory is away, and samples of work and windows of iterations, "
+        "each, while the planner is; the oldest go first",
     )
     work_period_s: float = Field(1.0, gt=0, description="time between reports to the planner, seconds")
     iteration_window_s: float = Field(
