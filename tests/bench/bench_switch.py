@@ -14,9 +14,9 @@ some of it anew, with switches and without: a node's configured time model is of
 fetches is measured where three engines share two cores, so here fetches look slow beside computing. That is a loss by
 choice, and not what a switch costs.
 
-Upstream's nodes are switched by its POST /pd_role_switch: asked at once, and where it refuses
-because the node is busy, drained and asked again; its seconds are from the first asking. Plain SGLang has no pool, so
-it loses much without any switch too.
+Upstream's nodes are switched by its POST /pd_role_switch: asked at once, and where it refuses because the node is busy,
+drained and asked again. Its seconds are from the first asking to a token of the new role, as it does not tell how long
+a prefill took. Plain SGLang has no pool, so it loses much without any switch too.
 
 Writes build/bench-switch.json; exits with 1 when a bar is missed.
 """
@@ -47,9 +47,9 @@ STATE = ROOT / "build" / "bench-switch"
 PLANS = {
     False: {"mock": Plan(24, 60), "sglang": Plan(8, 60), "upstream": Plan(8, 30, still=200)},
     True: {
-        "mock": Plan(24, 8, still=100),
-        "sglang": Plan(8, 8, still=40),
-        "upstream": Plan(8, 4, still=40),
+        "mock": Plan(24, 6, warm_up=20, still=60),
+        "sglang": Plan(8, 6, warm_up=20, still=30),
+        "upstream": Plan(8, 2, warm_up=20, still=30),
     },
 }
 """By whether it is the quick run, by arm."""
