@@ -280,6 +280,17 @@ def test_levels_are_forgotten_too() -> None:
     assert (early.open_requests, late.open_requests) == (0.0, 5.0)
 
 
+@given(delays_s=st.lists(st.floats(0, 0.5), min_size=20, max_size=20))
+def test_reports_that_take_unlike_times_to_come_leave_no_gaps(delays_s: list[float]) -> None:
+    """A gateway says each second how many it had; by the planner's clock that was when it came, less its age."""
+    window = WorkWindow()
+    for second, delay_s in enumerate(delays_s):
+        window.add_open("g", second + delay_s, second + 1 + delay_s, 8)
+    (found,) = window.slices(end_s=19, count=1, slice_s=18)
+    assert found.open_requests == pytest.approx(8)
+    assert window.unreported_s == 0
+
+
 @given(reports=LEVELS, levels_max=st.integers(1, 3), gateways_max=st.integers(1, 2))
 def test_levels_are_bounded_and_what_had_no_room_is_as_if_nobody_had_said_it(
     reports: list[tuple[str, int, int, int]], levels_max: int, gateways_max: int

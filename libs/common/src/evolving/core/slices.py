@@ -66,12 +66,14 @@ class _Level:
 class WorkWindow:
     """What was reported, until `forget`. Times are of the planner's clock. Each sample must be added once.
 
-    `unfinished_s`: a request whose decode is not heard of for this long after its prefill never will be. What it holds
-    is bounded: beyond `requests_max` the one heard of longest ago goes for each that is new, beyond `levels_max` of a
+    `unfinished_s`: a request whose decode is not heard of for this long after its prefill never will be. `jitter_s`:
+    reports take unlike times to come, which leaves gaps up to this between levels that had none. What it holds is
+    bounded: beyond `requests_max` the one heard of longest ago goes for each that is new, beyond `levels_max` of a
     gateway its oldest, and beyond `gateways_max` the gateway whose newest level is the oldest.
     """
 
     unfinished_s: float = 3600.0
+    jitter_s: float = 0.5
     requests_max: int = 100_000
     levels_max: int = 10_000
     gateways_max: int = 1000
@@ -114,12 +116,16 @@ class WorkWindow:
         until_s = levels[-1].to_s if levels else from_s
         if to_s <= max(from_s, until_s):
             return
-        self.unreported_s += max(0.0, from_s - until_s)
+        gap_s = from_s - until_s
+        if gap_s > self.jitter_s:
+            self.unreported_s += gap_s
+        else:
+            from_s = until_s  # what overlaps was said before; what is missing is no silence
         if not levels and len(self._levels) >= self.gateways_max:
             longest_silent = min(self._levels, key=lambda known: self._levels[known][-1].to_s)
             self.unreported_s += sum(level.to_s - level.from_s for level in self._levels.pop(longest_silent))
         levels = self._levels.setdefault(gateway, levels)
-        levels.append(_Level(max(from_s, until_s), to_s, requests))
+        levels.append(_Level(from_s, to_s, requests))
         if len(levels) > self.levels_max:
             oldest = levels.pop(0)
             self.unreported_s += oldest.to_s - oldest.from_s
