@@ -132,6 +132,27 @@ async def test_turns_reuse_what_the_turn_before_left_and_counts_follow(cluster: 
                 await asyncio.sleep(0.05)
 
 
+async def test_what_was_served_reaches_the_planner(cluster: LocalCluster, gateway: Gateway) -> None:
+    """From nodes the work of each request, from the gateway how many were open: what decisions are made from."""
+    async with open_channel(cluster.processes["planner"].address) as channel:
+        planner = planner_pb2_grpc.PlannerServiceStub(channel)
+
+        async def measured() -> tuple[int, float]:
+            slices = (await planner.EvaluateSplit(planner_pb2.EvaluateSplitRequest())).evaluation.slices
+            whole = sum(each.completions - each.without_prefill for each in slices)
+            return whole, sum(each.open_requests * (each.from_age_s - each.to_age_s) for each in slices)
+
+        whole_before, open_before_s = await measured()
+        results = await asyncio.gather(*(call(gateway, new_prompt(100)).all() for _ in range(6)))
+        decoded_s = sum(result.timings.total_s - result.timings.ttft_s for result in results)
+
+        async def told() -> bool:
+            whole, open_s = await measured()
+            return whole >= whole_before + 6 and open_s - open_before_s > decoded_s / 2
+
+        await eventually(told)
+
+
 async def test_branch_rules_reach_the_client(gateway: Gateway) -> None:
     branch, prompt = new_branch(version=3), new_prompt(100)
     orphan = new_branch(parent_branch_id="nobody-ever-had-this")
