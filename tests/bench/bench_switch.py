@@ -5,8 +5,9 @@
 
 Three nodes, agents in a closed loop on them, prompts of at most 128 tokens, blocks of 16. Every switch gives one node
 the other role, to decode and to prefill in turn, while a request waits. Its seconds are from the write of the split in
-etcd to the first request in a batch of the new role, as a client can tell: the first token of a prefill on that node
-less the prefill's own time, or the first token that node decoded. Both err to the late side.
+etcd to the first request in a batch of the new role. Two tell of it, both on the late side, and the first counts: the
+node's status stream, and the clients: by the first token of a prefill on that node less the prefill's own time, or by
+the first token that node decoded.
 
 Lost reuse is the share of prompt tokens whose KV some earlier request produced and that are computed again, with
 switches and without. Gateways fetch all that peers hold (--fetch always). By time alone (--fetch sooner) they compute

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bench.switch_figures import Phase, Switch, reuse_figures, served_s, switch_figures
+from bench.switch_figures import Phase, Seen, Switch, reuse_figures, served_s, switch_figures
 from bench.switch_load import POLL_S, Load, Target
 
 START: Mapping[str, Phase] = {"node-a": "prefill", "node-b": "prefill", "node-c": "decode"}
@@ -41,11 +41,13 @@ def turns_of_roles() -> Iterator[tuple[str, Phase]]:
         place += 1
 
 
-async def measure(target: Target, switch_node: SwitchNode, plan: Plan, name: str) -> dict[str, Any]:
-    """The arm's figures."""
+async def measure(
+    target: Target, switch_node: SwitchNode, plan: Plan, name: str, seen: Mapping[str, Sequence[Seen]]
+) -> dict[str, Any]:
+    """The arm's figures. seen: what nodes said of themselves, as it grows."""
     load, switches = Load(target, plan.agents), list[Switch]()
     running = asyncio.create_task(load.run())
-    switching = asyncio.create_task(_switch_all(load, switch_node, plan, name, switches))
+    switching = asyncio.create_task(_switch_all(load, switch_node, plan, name, seen, switches))
     try:
         await asyncio.wait((running, switching), return_when=asyncio.FIRST_COMPLETED)
         if running.done():
@@ -61,7 +63,7 @@ async def measure(target: Target, switch_node: SwitchNode, plan: Plan, name: str
     still = [answer for answer in load.answers[plan.warm_up :] if answer.sent_s < begun_s]
     switched = reuse_figures([answer for answer in load.answers if answer.sent_s >= begun_s])
     return {
-        **switch_figures(switches, load.answers),
+        **switch_figures(switches, load.answers, seen),
         "agents": plan.agents,
         "failed_requests": load.failures.total(),
         "failures": dict(load.failures),
@@ -71,7 +73,14 @@ async def measure(target: Target, switch_node: SwitchNode, plan: Plan, name: str
     }
 
 
-async def _switch_all(load: Load, switch_node: SwitchNode, plan: Plan, name: str, switches: list[Switch]) -> None:
+async def _switch_all(
+    load: Load,
+    switch_node: SwitchNode,
+    plan: Plan,
+    name: str,
+    seen: Mapping[str, Sequence[Seen]],
+    switches: list[Switch],
+) -> None:
     await load.until_answered(plan.warm_up)
     await load.until_answered(plan.still)
     print(f"  {name}: {len(load.answers)} requests answered without a switch", flush=True)
@@ -81,15 +90,15 @@ async def _switch_all(load: Load, switch_node: SwitchNode, plan: Plan, name: str
         await load.until_waiting()
         switch = await switch_node(node, phase, lambda: load.waiting)
         switches.append(switch)
-        seconds = await _until_served(load, switch)
+        seconds = await _until_served(load, switch, seen.get(node, ()))
         print(f"  {name}: switch {number + 1}, {node} to {phase}: {seconds:.3f} s", flush=True)
         await asyncio.sleep(draw.uniform(*_PAUSE_S))
 
 
-async def _until_served(load: Load, switch: Switch) -> float:
-    """Seconds until it was, by the requests answered so far; inf: it took too long."""
+async def _until_served(load: Load, switch: Switch, seen: Sequence[Seen]) -> float:
+    """Seconds until it was, by what is known so far; inf: it took too long."""
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + _SERVED_S
-    while math.isinf(seconds := served_s(switch, load.answers)) and loop.time() < deadline_s:
+    while math.isinf(seconds := served_s(switch, load.answers, seen)) and loop.time() < deadline_s:
         await asyncio.sleep(POLL_S)
     return seconds

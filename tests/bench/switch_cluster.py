@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
 from bench.switch_arm import NODES, START, Plan, measure
-from bench.switch_figures import Phase, Switch
+from bench.switch_figures import Phase, Seen, Switch
 from bench.switch_load import BLOCK_TOKENS, CHUNK_TOKENS, OUTPUT_TOKENS, Turn, TurnFailed
 from cluster import ClusterSpec, LocalCluster
 
@@ -101,6 +101,40 @@ class Splits:
         return Switch(node, phase, written_s, waited)
 
 
+class Watch:
+    """What nodes say of themselves: on change, at most every 50 ms."""
+
+    def __init__(self, cluster: LocalCluster) -> None:
+        self._cluster = cluster
+        self.seen: dict[str, list[Seen]] = {node: [] for node in NODES}
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for node in NODES:
+                group.create_task(self._follow(node))
+
+    async def _follow(self, node: str) -> None:
+        async with _statuses(self._cluster, node) as statuses:
+            async for status in statuses:
+                legs = status.prefilling_legs, status.queued_legs, status.decoding, status.reserved
+                self.seen[node].append(Seen(time.monotonic(), *legs))
+
+
+@asynccontextmanager
+async def _statuses(
+    cluster: LocalCluster, node: str
+) -> AsyncIterator[AsyncIterator[node_agent_pb2.WatchStatusResponse]]:
+    """A node's status stream."""
+    async with grpc.aio.insecure_channel(cluster.processes[node].address) as channel:
+        stub: Any = node_agent_pb2_grpc.NodeAgentServiceStub(channel)
+        call = stub.WatchStatus(node_agent_pb2.WatchStatusRequest(partition_id=cluster.spec.partition_id))
+        try:
+            yield call
+        finally:
+            call.cancel()
+
+
 def spec(engine: str, model: Path, state: Path, fetch: str) -> ClusterSpec:
     """Three nodes with either engine: small blocks, as prompts are short."""
     node_flags = ["--block-tokens", BLOCK_TOKENS, "--chunk-tokens", CHUNK_TOKENS]
@@ -138,10 +172,11 @@ async def _measure(cluster: LocalCluster, engine: str, fetch: str, plan: Plan) -
         planner: Any = planner_pb2_grpc.PlannerServiceStub(await stack.enter_async_context(channel))
         store = await stack.enter_async_context(EtcdStore([cluster.etcd_address], clock=SystemClock()))
         splits = Splits(store, planner, Keys(partition=cluster.spec.partition_id))
-        watching = asyncio.create_task(splits.watch())
-        stack.callback(watching.cancel)
+        watch = Watch(cluster)
+        for watching in (splits.watch(), watch.run()):
+            stack.callback(asyncio.create_task(watching).cancel)
         await splits.set(START)
-        figures = await measure(OurCluster(client), splits.switch, plan, engine)
+        figures = await measure(OurCluster(client), splits.switch, plan, engine, watch.seen)
     after = await _lives(cluster)
     restarted = sorted(name for name in before if before[name] != after[name])
     return {"engine": engine, "fetch": fetch, **figures, "restarted": restarted}
@@ -153,11 +188,7 @@ async def _lives(cluster: LocalCluster) -> dict[str, tuple[Any, ...]]:
     for name, process in cluster.processes.items():
         lives[name] = (process.pid, process.alive())
         if name in NODES:
-            async with grpc.aio.insecure_channel(process.address) as channel:
-                stub: Any = node_agent_pb2_grpc.NodeAgentServiceStub(channel)
-                request = node_agent_pb2.WatchStatusRequest(partition_id=cluster.spec.partition_id)
-                call = stub.WatchStatus(request, timeout=_CALL_S)
-                status = await call.read()
-                call.cancel()
+            async with _statuses(cluster, name) as statuses:
+                status = await anext(aiter(statuses))
                 lives[name] += (status.engine_starts, status.engine_pid, status.incarnation)
     return lives

@@ -46,6 +46,25 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class Seen:
+    """What a node said of itself. Legs in a batch, and on their way into one."""
+
+    at_s: float  # when the word came
+    prefilling: int = 0
+    queued: int = 0
+    decoding: int = 0
+    reserved: int = 0
+
+    def batch(self, phase: Phase) -> int:
+        """Legs in a batch of that phase."""
+        return self.prefilling if phase == "prefill" else self.decoding
+
+    def coming(self, phase: Phase) -> int:
+        """Legs that will be."""
+        return self.queued if phase == "prefill" else self.reserved
+
+
+@dataclass(frozen=True, slots=True)
 class Switch:
     """One node got the other role."""
 
@@ -56,20 +75,30 @@ class Switch:
     refusals: int = 0
 
 
-def served_s(switch: Switch, answers: Iterable[Answer]) -> float:
-    """Seconds from the switch to the first request in a batch of the new role; inf: none yet.
+def served_s(switch: Switch, answers: Iterable[Answer], seen: Sequence[Seen] = ()) -> float:
+    """Seconds from the switch to the first request in a batch of the new role, at the latest; inf: none yet.
 
-    Only requests taken after it say something: a node finishes what it began in an earlier role.
+    Whichever tells first, requests or the node. seen: what it said, oldest first. Only requests taken after the switch
+    say something, and the node only where it had nothing left of an earlier role: it finishes what it began.
     """
     after = (answer for answer in answers if answer.taken_s >= switch.written_s)
-    return (
-        min((answer.entered_s(switch.node_id, switch.phase) for answer in after), default=math.inf) - switch.written_s
-    )
+    entered_s = min((answer.entered_s(switch.node_id, switch.phase) for answer in after), default=math.inf)
+    return min(entered_s, _seen_s(switch, seen)) - switch.written_s
 
 
-def switch_figures(switches: Sequence[Switch], answers: Sequence[Answer]) -> dict[str, Any]:
-    """Of one arm's switches."""
-    seconds = {switch: served_s(switch, answers) for switch in switches}
+def _seen_s(switch: Switch, seen: Sequence[Seen]) -> float:
+    """When the node first said that it serves the new role."""
+    before = [word for word in seen if word.at_s <= switch.written_s]
+    if not before or before[-1].batch(switch.phase) or before[-1].coming(switch.phase):
+        return math.inf
+    return next((word.at_s for word in seen[len(before) :] if word.batch(switch.phase)), math.inf)
+
+
+def switch_figures(
+    switches: Sequence[Switch], answers: Sequence[Answer], seen: Mapping[str, Sequence[Seen]]
+) -> dict[str, Any]:
+    """Of one arm's switches. seen: what each node said, where it says anything."""
+    seconds = {switch: served_s(switch, answers, seen.get(switch.node_id, ())) for switch in switches}
     return {
         "switches": len(switches),
         "seconds_p50": statistics.median(seconds.values()),

@@ -200,7 +200,7 @@ async def measure_upstream(model: Path, state: Path, plan: Plan) -> dict[str, An
             await asyncio.gather(*(_until_healthy(http, server) for server in servers.values()))
             before = {name: server.life for name, server in servers.items()}
             upstream = Upstream(servers, http)
-            figures = await measure(upstream, upstream.switch, plan, "upstream")
+            figures = await measure(upstream, upstream.switch, plan, "upstream", {})
         restarted = [name for name, server in servers.items() if server.life != before[name]]
         accepted = {"accepted_seconds_p50": statistics.median(upstream.accepted_s)}
         return {"engine": "upstream", **figures, **accepted, "restarted": restarted}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from bench.switch_arm import NODES, START, turns_of_roles
-from bench.switch_figures import Answer, Switch, bars, reuse_figures, served_s, switch_figures
+from bench.switch_figures import Answer, Seen, Switch, bars, reuse_figures, served_s, switch_figures
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,8 +44,17 @@ def test_a_request_that_was_moved_says_nothing() -> None:
     assert served_s(Switch("a", "prefill", 10.0, 1), [answer(11.0, 12.0, moved=True)]) == math.inf
 
 
+def test_a_node_that_had_nothing_left_of_the_role_tells_when_it_serves_it() -> None:
+    switch, answers = Switch("b", "decode", 10.0, 1), [answer(11.0, 13.0)]
+    serves = [Seen(10.1, prefilling=1), Seen(10.2, reserved=1), Seen(10.5, decoding=1)]
+    assert served_s(switch, answers, [Seen(9.9, prefilling=2, queued=1), *serves]) == 0.5
+    assert served_s(switch, answers, [Seen(9.9, decoding=1), *serves]) == 3.0
+    assert served_s(switch, answers, [Seen(9.9, reserved=1), *serves]) == 3.0
+    assert served_s(switch, answers, serves) == 3.0
+
+
 def test_a_role_that_was_never_served_is_no_figure() -> None:
-    figures = switch_figures([Switch("a", "prefill", 1.0, 1), Switch("b", "prefill", 1.0, 1)], [answer(2.0, 3.0)])
+    figures = switch_figures([Switch("a", "prefill", 1.0, 1), Switch("b", "prefill", 1.0, 1)], [answer(2.0, 3.0)], {})
     assert figures["seconds_max"] == math.inf
     assert "seconds_p50_to_decode" not in figures
     assert "each role was served" in " ".join(missed(seconds_max=math.inf))
