@@ -19,7 +19,7 @@ from evolving.core.iterations import IterationSums, IterationWindow
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients, PrefillSums
 from evolving.core.work import PrefillWork
 from evolving.runtime.keys import BadRecord, NodeRegistration
-from evolving_planner.models import ModelBook, Outcome
+from evolving_planner.models import EndedWindow, ModelBook, Outcome
 from evolving_planner.phase_rows import compute
 
 CONFIG = FitConfig(rows_least=20, drift_rows_least=20)
@@ -47,6 +47,10 @@ def prefill_in_force(book: ModelBook, registered: dict[str, NodeRegistration], n
     return astuple(book.in_force(registered)[node].prefill)
 
 
+def give(book: ModelBook, node: str, of: Sequence[IterationWindow], ended_s: float = 0.0) -> None:
+    book.take(node, [EndedWindow(ended_s, window) for window in of])
+
+
 CONFIGURED = node_registration("a").prefill_coefficients
 
 
@@ -54,15 +58,15 @@ def test_a_phase_is_fitted_as_soon_as_it_has_rows_enough_whatever_the_other_has(
     book, registered = ModelBook(CONFIG), nodes("a")
     rows = windows(20)
     for phase in ("prefill", "decode"):
-        book.take("a", only(phase, rows)[:19])
+        give(book, "a", only(phase, rows)[:19])
         assert not book.refit(registered, 1.0)
     assert prefill_in_force(book, registered) == CONFIGURED
-    book.take("a", only("prefill", rows)[19:])
+    give(book, "a", only("prefill", rows)[19:])
     assert book.refit(registered, 2.0)
     assert prefill_in_force(book, registered) == pytest.approx(astuple(PREFILL), rel=1e-6)
     assert book.in_force(registered)["a"].decode.d0_s == node_registration("a").decode_coefficients[0]
     before = prefill_in_force(book, registered)
-    book.take("a", only("decode", rows)[19:])
+    give(book, "a", only("decode", rows)[19:])
     assert book.refit(registered, 3.0)
     assert astuple(book.in_force(registered)["a"].decode) == pytest.approx(astuple(DECODE), rel=1e-6)
     assert prefill_in_force(book, registered) == before
@@ -75,7 +79,7 @@ def test_a_fit_grows_with_its_rows_until_it_has_enough_and_is_frozen_then(report
     book, registered = ModelBook(CONFIG, rows_settled=settled), nodes("a")
     there = fitted = 0
     for number, count in enumerate(reports):
-        book.take("a", windows(count, seed=number, factor=1.0 + 0.01 * (number % 3)))  # drifts less than the bound
+        give(book, "a", windows(count, seed=number, factor=1.0 + 0.01 * (number % 3)))  # drifts less than the bound
         there += count
         due = there >= 20 if not fitted else there - fitted >= 20 and 2 * fitted <= min(there, settled)
         before = book.encode()
@@ -89,9 +93,9 @@ def test_a_fit_grows_with_its_rows_until_it_has_enough_and_is_frozen_then(report
 @given(since=st.integers(0, 30), factor=st.sampled_from([0.5, 1.0, 2.0]))
 def test_a_fit_is_made_anew_when_enough_rows_since_say_that_the_node_is_another(since: int, factor: float) -> None:
     book, registered = ModelBook(CONFIG), nodes("a")
-    book.take("a", windows(40))
+    give(book, "a", windows(40))
     book.refit(registered, 1.0)
-    book.take("a", windows(since, seed=3, factor=factor))
+    give(book, "a", windows(since, seed=3, factor=factor))
     drifted = since >= CONFIG.drift_rows_least and factor != 1.0
     assert book.refit(registered, 2.0) == drifted
     expected = times(PREFILL, factor if drifted else 1.0)
@@ -111,10 +115,10 @@ def test_a_fit_that_saw_too_little_is_made_anew_of_old_and_new_rows_where_one_fi
     book, registered = ModelBook(CONFIG), nodes("a")
     short = windows_of(1, PREFILL, DECODE, count=30, prompts=lambda _: [PrefillWork(20)])
     long = windows_of(2, PREFILL, DECODE, count=30, prompts=lambda _: [PrefillWork(4000, 900)])
-    book.take("a", short)
+    give(book, "a", short)
     book.refit(registered, 1.0)
     assert "c0" in book.views(registered)[0].prefill_fit.unidentified
-    book.take("a", long)
+    give(book, "a", long)
     assert book.refit(registered, 2.0)
     known = book.in_force(registered)["a"].prefill
     for rows in (short, long):
@@ -123,10 +127,10 @@ def test_a_fit_that_saw_too_little_is_made_anew_of_old_and_new_rows_where_one_fi
 
 def test_who_asks_for_a_fit_gets_one_of_all_there_is_or_is_told_that_it_is_too_little() -> None:
     book, registered = ModelBook(CONFIG), nodes("a", "b")
-    book.take("a", windows(30))
-    book.take("b", windows(5))
+    give(book, "a", windows(30))
+    give(book, "b", windows(5))
     book.refit(registered, 1.0)
-    book.take("a", windows(10, seed=5))
+    give(book, "a", windows(10, seed=5))
     assert book.refit(registered, 2.0, wanted=["a", "b"])
     assert set(book.outcomes) == {
         Outcome(node, phase, rows, fitted)
@@ -141,9 +145,9 @@ def test_who_asks_for_a_fit_gets_one_of_all_there_is_or_is_told_that_it_is_too_l
 def test_a_node_that_was_never_seen_in_a_phase_takes_the_fit_of_one_that_is_alike() -> None:
     book = ModelBook(CONFIG)
     registered = nodes("a", "b", "c") | nodes("unlike", chunk_tokens=64)
-    book.take("a", only("prefill", windows(30, seed=1)))
-    book.take("b", only("prefill", windows(40, seed=2, factor=2.0)))
-    book.take("c", only("decode", windows(30, seed=3)))
+    give(book, "a", only("prefill", windows(30, seed=1)))
+    give(book, "b", only("prefill", windows(40, seed=2, factor=2.0)))
+    give(book, "c", only("decode", windows(30, seed=3)))
     book.refit(registered, 1.0)
     found = book.in_force(registered)
     assert found["c"].prefill == found["b"].prefill != found["a"].prefill, "b has more rows"
@@ -160,7 +164,7 @@ def prefills(iterations: int, new_tokens: int, cached: int = 0, restored: int = 
 
 
 def test_the_mix_of_work_is_measured_anew_all_the_time_and_over_nodes_alike_where_one_did_not_prefill() -> None:
-    book = ModelBook(CONFIG, mix_windows=4)
+    book = ModelBook(CONFIG, mix_s=10.0)
     registered = nodes("a", "b", "c") | nodes("unlike", chunk_tokens=64)
 
     def sizes() -> list[float]:
@@ -168,22 +172,24 @@ def test_the_mix_of_work_is_measured_anew_all_the_time_and_over_nodes_alike_wher
         return [found[node].new_tokens_per_iteration for node in ("a", "b", "c", "unlike")]
 
     assert sizes() == [512, 512, 512, 64]
-    book.take("a", [prefills(30, 3000, cached=800, restored=200)])
-    book.take("b", [prefills(10, 5000, cached=200, restored=50)])  # too few iterations to say by themselves
+    give(book, "a", [prefills(30, 3000, cached=800, restored=200)])
+    give(book, "b", [prefills(10, 5000, cached=200, restored=50)])  # too few iterations to say by themselves
     assert sizes() == [100, 200, 200, 64]
     assert [view.restored_share for view in book.views(registered)] == [0.25, 0.25, 0.25, 0.0]
-    book.take("a", [prefills(30, 30)] * 4)
-    assert sizes()[0] == 1
-    book.take("a", [IterationWindow()] * 4)
-    assert sizes() == [512, 512, 512, 64], "what it did long ago is no longer so"
+    give(book, "a", [prefills(30, 30)], ended_s=5.0)
+    assert sizes()[0] == (3000 + 30) / 60
+    give(book, "unlike", [IterationWindow()], ended_s=12.0)
+    assert sizes() == [1, 1, 1, 64], "what they did long ago is no longer so"
+    give(book, "unlike", [IterationWindow()], ended_s=15.0)
+    assert sizes() == [512, 512, 512, 64]
 
 
 def test_windows_of_an_engine_s_life_before_a_restart_are_still_of_this_node() -> None:
     book, registered = ModelBook(CONFIG), nodes("a")
-    book.take("a", windows(15))
+    give(book, "a", windows(15))
     book.refit(registered, 1.0)
     registered = nodes("a", incarnation="another", address="elsewhere:1", l1_tokens=9_999)
-    book.take("a", windows(15, seed=2))
+    give(book, "a", windows(15, seed=2))
     assert book.refit(registered, 2.0)
     assert prefill_in_force(book, registered) == pytest.approx(astuple(PREFILL), rel=1e-6)
 
@@ -191,7 +197,7 @@ def test_windows_of_an_engine_s_life_before_a_restart_are_still_of_this_node() -
 @pytest.mark.parametrize("facts", [{"model": "n"}, {"chunk_tokens": 256}, {"experts": 8, "experts_per_token": 2}])
 def test_a_node_that_comes_back_as_another_is_known_by_nothing(facts: dict[str, Any]) -> None:
     book, changed = ModelBook(CONFIG), nodes("a", **facts)
-    book.take("a", windows(30))
+    give(book, "a", windows(30))
     book.refit(nodes("a"), 1.0)
     successor = ModelBook(CONFIG)
     successor.adopt(book.encode())
@@ -204,7 +210,7 @@ def test_a_node_that_comes_back_as_another_is_known_by_nothing(facts: dict[str, 
 
 def test_a_fit_outlives_its_node_for_those_alike_but_not_for_ever() -> None:
     book = ModelBook(CONFIG)
-    book.take("a", windows(30))
+    give(book, "a", windows(30))
     book.refit(nodes("a"), 1.0)
     later = nodes("b")
     book.refit(later, 2.0)
@@ -216,10 +222,10 @@ def test_a_fit_outlives_its_node_for_those_alike_but_not_for_ever() -> None:
 
 def test_what_comes_while_a_fit_is_computed_is_since_the_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     book, registered = ModelBook(CONFIG), nodes("a")
-    book.take("a", only("prefill", windows(30)))
+    give(book, "a", only("prefill", windows(30)))
 
     def slowly(*given: Any) -> Any:
-        book.take("a", only("prefill", windows(7, seed=2)))
+        give(book, "a", only("prefill", windows(7, seed=2)))
         return compute(*given)
 
     monkeypatch.setattr("evolving_planner.models.compute", slowly)
@@ -237,7 +243,7 @@ def test_what_comes_while_a_fit_is_computed_is_since_the_fit(monkeypatch: pytest
 def test_a_successor_reads_what_its_predecessor_knew(seed: int, counts: dict[str, int], noise: float) -> None:
     book, successor, registered = ModelBook(CONFIG), ModelBook(CONFIG), nodes(*counts)
     for node, count in counts.items():
-        book.take(node, windows_of(seed, PREFILL, DECODE, count=count, noise=noise))
+        give(book, node, windows_of(seed, PREFILL, DECODE, count=count, noise=noise))
     book.refit(registered, 12.5)
     successor.adopt(book.encode())
     assert successor.encode() == book.encode()
@@ -254,7 +260,7 @@ def test_a_successor_reads_what_its_predecessor_knew(seed: int, counts: dict[str
 @cache
 def a_record() -> bytes:
     book = ModelBook(CONFIG)
-    book.take("a", windows(30))
+    give(book, "a", windows(30))
     book.refit(nodes("a"), 1.0)
     return book.encode()
 
@@ -318,7 +324,7 @@ SUMS = st.builds(
 def test_whatever_a_node_reports_nothing_breaks_and_work_takes_time(rows: list[IterationWindow], moe: bool) -> None:
     book = ModelBook(CONFIG)
     registered = nodes("a", experts=64, experts_per_token=4) if moe else nodes("a")
-    book.take("a", rows)
+    give(book, "a", rows)
     book.refit(registered, 1.0)
     (known,) = book.in_force(registered).values()
     assert known.prefill.prefill_iteration_s(PrefillSums(1.0, 1.0)) > 0

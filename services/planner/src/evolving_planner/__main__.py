@@ -42,7 +42,7 @@ async def _run(service: Service[PlannerSettings], store: Store) -> None:
         metrics=metrics,
     )
     measures = Measures(settings.planner_config)
-    models = ModelBook(settings.fit_config, windows_kept=settings.iteration_windows_kept)
+    models = ModelBook(settings.fit_config, windows_kept=settings.iteration_windows_kept, mix_s=settings.window_s)
     learning = Learning(view, office, models, clock, metrics)
     replanner = Replanner(
         view,

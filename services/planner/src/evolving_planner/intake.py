@@ -48,7 +48,7 @@ class IntakeService(internal_grpc.PlannerServiceServicer):
         reports.require_id("node_id", request.node_id)
         reports.require_id("incarnation", request.incarnation)
         samples = reports.work_samples(request.samples, now_s)
-        windows = reports.iteration_windows(request.windows)
+        windows = reports.iteration_windows(request.windows, now_s)
         self._measures.keep_only(self._view.nodes)
         outcome = self._measures.report_work(
             request.node_id, request.incarnation, request.sequence, samples, request.dropped, now_s

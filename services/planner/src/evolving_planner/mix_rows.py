@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from evolving.core.iterations import IterationSums, IterationWindow, Mix, measure_mix
@@ -10,17 +11,29 @@ from evolving.core.timemodel import PrefillSums
 MixRow = tuple[float, float, float, float]  # prefill iterations, their Σt_uc, Σt_rst and Σt_c
 NOTHING: MixRow = (0.0, 0.0, 0.0, 0.0)
 _ITERATIONS_LEAST = 20  # below, nobody knows their mean size
+_ROWS_MAX = 2000
 
 
-def mix_row(window: IterationWindow) -> MixRow:
-    """Of one window."""
-    one, other = window.prefill, window.mixed
-    return (
-        one.iterations + other.iterations,
-        one.prefill.uncached_tokens + other.prefill.uncached_tokens,
-        one.prefill.restored_tokens + other.prefill.restored_tokens,
-        one.prefill.cached_tokens + other.prefill.cached_tokens,
-    )
+class MixRows:
+    """Of one node. Bounded."""
+
+    def __init__(self) -> None:
+        self._rows: deque[tuple[float, MixRow]] = deque(maxlen=_ROWS_MAX)  # when it ended, what it sums up to
+
+    def take(self, ended_s: float, window: IterationWindow) -> None:
+        """One more window."""
+        one, other = window.prefill, window.mixed
+        row = (
+            one.iterations + other.iterations,
+            one.prefill.uncached_tokens + other.prefill.uncached_tokens,
+            one.prefill.restored_tokens + other.prefill.restored_tokens,
+            one.prefill.cached_tokens + other.prefill.cached_tokens,
+        )
+        self._rows.append((ended_s, row))
+
+    def since(self, from_s: float) -> MixRow:
+        """Sums over windows that ended after `from_s`."""
+        return sum_rows(row for ended_s, row in self._rows if ended_s > from_s)
 
 
 def sum_rows(rows: Iterable[MixRow]) -> MixRow:

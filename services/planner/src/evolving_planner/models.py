@@ -6,8 +6,8 @@ No I/O and no clock. A `ModelBook` may be called from several threads: fits are 
 
 from __future__ import annotations
 
+import math
 import threading
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import astuple, dataclass, field
 from typing import Generic
@@ -19,7 +19,7 @@ from evolving.core.throughput import NodeModel
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.runtime.keys import NodeRegistration
 from evolving.v1 import planner_pb2
-from evolving_planner.mix_rows import NOTHING, MixRow, mix_of, mix_row, says_something, sum_rows
+from evolving_planner.mix_rows import NOTHING, MixRow, MixRows, mix_of, says_something, sum_rows
 from evolving_planner.model_record import (
     Facts,
     NodeFits,
@@ -33,6 +33,14 @@ from evolving_planner.model_record import (
 from evolving_planner.phase_rows import DECODE, PREFILL, Due, PhaseRows, compute
 
 _GONE_MAX = 64  # nodes that left, remembered as lenders and in case they come back
+
+
+@dataclass(frozen=True, slots=True)
+class EndedWindow:
+    """A window of a node's iterations, and when it ended by the planner's monotonic clock."""
+
+    ended_s: float
+    window: IterationWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +58,7 @@ class _Node:
     facts: Facts | None  # None: it reported before its registration was seen
     prefill: PhaseRows[PrefillCoefficients]
     decode: PhaseRows[DecodeCoefficients]
-    mix: deque[MixRow]  # of the newest windows, whatever ran in them
+    mix: MixRows
 
 
 @dataclass(slots=True)
@@ -102,30 +110,33 @@ class ModelBook:
         windows_kept: int = 600,
         rows_settled: int = 160,
         rows_recent: int = 40,
-        mix_windows: int = 300,
+        mix_s: float = 600.0,
     ) -> None:
         """`rows_settled`: from so many rows on a fit is frozen. `rows_recent`: of the newest rows, how many tell how it
-        does; at least as many as a fit needs. `mix_windows`: of the newest windows, how many tell the mix of work."""
+        does; at least as many as a fit needs. `mix_s`: how far back from the newest window of any node the mix of work
+        is measured."""
         self._config = fit or FitConfig()
         self._rows_settled = rows_settled
         self._rows_recent = max(rows_recent, self._config.rows_least, self._config.drift_rows_least)
         self._windows_kept = max(windows_kept, self._rows_recent)
-        self._mix_windows = mix_windows
+        self._mix_s = mix_s
+        self._newest_s = -math.inf  # when the last window of all ended
         self._lock = threading.Lock()
         self._nodes: dict[str, _Node] = {}  # those that left are the first, in the order in which they did
         self.outcomes: tuple[Outcome, ...] = ()  # of the last `refit`
 
-    def take(self, node_id: str, windows: Iterable[IterationWindow]) -> None:
+    def take(self, node_id: str, windows: Iterable[EndedWindow]) -> None:
         """A node's windows, in the order in which they ended. Those of an earlier life of its engine are its own
         too."""
         with self._lock:
             node = self._nodes.get(node_id)
             if node is None:
                 node = self._nodes[node_id] = self._new_node(None)
-            for window in windows:
-                node.mix.append(mix_row(window))
-                node.prefill.take(window)
-                node.decode.take(window)
+            for ended in windows:
+                self._newest_s = max(self._newest_s, ended.ended_s)
+                node.mix.take(ended.ended_s, ended.window)
+                node.prefill.take(ended.window)
+                node.decode.take(ended.window)
 
     def refit(self, registrations: Mapping[str, NodeRegistration], now_s: float, wanted: Collection[str] = ()) -> bool:
         """Fit what is due: a phase that has rows enough for its first fit, one whose fit tells its newest rows badly,
@@ -205,7 +216,7 @@ class ModelBook:
             facts,
             PhaseRows(PREFILL, self._windows_kept),
             PhaseRows(DECODE, self._windows_kept),
-            deque(maxlen=self._mix_windows),
+            MixRows(),
         )
 
     def _follow(self, registrations: Mapping[str, NodeRegistration]) -> bool:
@@ -269,8 +280,8 @@ class ModelBook:
         shared: dict[Facts, MixRow] = {}
         for node_id, fact in facts.items():
             node = self._nodes.get(node_id)
-            of_it = node.mix if node is not None and node.facts in (None, fact) else ()
-            sums[node_id] = sum_rows(of_it)
+            of_it = node is not None and node.facts in (None, fact)
+            sums[node_id] = node.mix.since(self._newest_s - self._mix_s) if node is not None and of_it else NOTHING
             shared[fact] = sum_rows((shared.get(fact, NOTHING), sums[node_id]))
         return {
             node_id: mix_of(own if says_something(own) else shared[facts[node_id]]) for node_id, own in sums.items()

@@ -14,6 +14,7 @@ from evolving.core.timemodel import PrefillSums
 from evolving.internal.v1 import planner_pb2
 from evolving.runtime.errors import InvalidRequest
 from evolving_planner.measures import OpenLevel, WorkSample
+from evolving_planner.models import EndedWindow
 
 _LONGEST_ID = 256  # characters
 _SAMPLES_MAX, _WINDOWS_MAX, _LEVELS_MAX = 10_000, 10_000, 10_000  # in one report
@@ -30,11 +31,11 @@ def work_samples(samples: Sequence[planner_pb2.WorkSample], now_s: float) -> lis
     return [_work_sample(sample, now_s) for sample in samples]
 
 
-def iteration_windows(windows: Sequence[planner_pb2.IterationWindow]) -> list[IterationWindow]:
-    """In the order in which they came. Raises InvalidRequest."""
+def iteration_windows(windows: Sequence[planner_pb2.IterationWindow], now_s: float) -> list[EndedWindow]:
+    """Of a report that came at `now_s`, by the planner's monotonic clock. Raises InvalidRequest."""
     if len(windows) > _WINDOWS_MAX:
         raise InvalidRequest(f"more than {_WINDOWS_MAX} windows in one report")
-    return [_iteration_window(window) for window in windows]
+    return [EndedWindow(now_s - window.age_s, _iteration_window(window)) for window in windows]
 
 
 def open_levels(levels: Sequence[planner_pb2.OpenLevel], now_s: float) -> list[OpenLevel]:
