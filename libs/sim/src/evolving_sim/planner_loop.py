@@ -22,6 +22,7 @@ from evolving_sim.sim_cluster import Listeners, SimCluster
 
 AUTHOR = "planner"
 _GATEWAY = "gateway"
+_ITERATIONS_LEAST = 20  # of one node, below which its own ū is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +128,24 @@ class PlannerLoop:
             self.events.at(again_s, Priority.DECISION, self._decide)
 
     def models(self) -> dict[str, NodeModel]:
-        """The nodes as the planner knows them now. ū is the mean over all nodes that computed prompts in the window."""
-        windows = [
-            node.meter.totals().since(self._totals.get(node_id, IterationWindow()))
+        """The nodes as the planner knows them now. ū is a node's own, where it did not prefill lately that of all."""
+        windows = {
+            node_id: node.meter.totals().since(self._totals.get(node_id, IterationWindow()))
             for node_id, node in self.cluster.nodes.items()
-        ]
-        measured = measure_mix(windows).new_tokens_per_iteration
+        }
+        shared = measure_mix(windows.values()).new_tokens_per_iteration
+
+        def new_tokens(node_id: str) -> float:
+            window = windows[node_id]
+            alone = window.prefill.iterations + window.mixed.iterations >= _ITERATIONS_LEAST
+            own = measure_mix((window,)).new_tokens_per_iteration if alone else shared
+            return max(1.0, own or float(self.cluster.configs[node_id].chunk_tokens))
+
         return {
             node_id: NodeModel(
                 prefill=config.prefill,
                 decode=config.decode,
-                new_tokens_per_iteration=max(1.0, measured) if measured else float(config.chunk_tokens),
+                new_tokens_per_iteration=new_tokens(node_id),
                 decode_slots=config.decode_slots,
                 tokens_per_request=config.tokens_per_request,
             )
