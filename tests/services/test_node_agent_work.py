@@ -24,7 +24,7 @@ from node_agent_harness import (
 from planner_harness import KEYS, open_store
 from waiting import WAIT_S, eventually
 
-from evolving.core.iterations import IterationWindow
+from evolving.core.iterations import IterationSums, IterationWindow
 from evolving.core.work import query_key_pairs
 from evolving.internal.v1 import node_agent_pb2, node_agent_pb2_grpc, planner_pb2
 from evolving.runtime.channel import open_channel
@@ -254,31 +254,57 @@ async def test_what_a_planner_calls_wrong_is_given_up(etcd: Etcd) -> None:
     assert [report.sequence for report in planner.taken] == list(range(2, 2 + len(planner.taken)))
 
 
+def reporter_to(planner: FollowingChannel, metrics: Metrics, limit: int = 10) -> WorkReporter:
+    """A reporter that only reports when it leaves."""
+    return WorkReporter(
+        "p0",
+        "n",
+        limit=limit,
+        period_s=NEVER_S,
+        window_s=NEVER_S,
+        planner=planner,
+        clock=SystemClock(),
+        metrics=metrics,
+    )
+
+
+def unsent(metrics: Metrics) -> float | None:
+    """What waits for a planner."""
+    return metrics.registry.get_sample_value("evolving_node_work_unsent")
+
+
+async def test_where_nothing_ran_there_is_no_window() -> None:
+    metrics = Metrics()
+    reporter = reporter_to(FollowingChannel(), metrics)
+    ran = IterationWindow(decode=IterationSums(1, 0.01, requests=1, context_tokens=9))
+    reporter.begin_life("one")
+    reporter.end_life(IterationWindow())
+    assert unsent(metrics) == 0
+    reporter.end_life(ran)
+    assert unsent(metrics) == 1
+    reporter.end_life(ran)
+    reporter.end_life(IterationWindow())  # an engine that crashed has nothing to say
+    assert unsent(metrics) == 1
+
+
 async def test_reports_are_bounded(etcd: Etcd) -> None:
+    metrics, channel = Metrics(), FollowingChannel()
     async with scripted_planner(etcd) as planner, open_store(etcd) as store:
         found = await store.get(KEYS.leader("planner"))
         assert found is not None
-        channel = FollowingChannel()
-        reporter = WorkReporter(
-            "p0",
-            "n",
-            limit=2300,
-            period_s=NEVER_S,
-            window_s=NEVER_S,
-            planner=channel,
-            clock=SystemClock(),
-            metrics=Metrics(),
-        )
+        reporter = reporter_to(channel, metrics, limit=2300)
         for number in range(2500):
             reporter.begin_life(str(number))
             reporter.add(decode_sample(str(number), 1, 1, 5.0, 0.0))
             if number % 2:
                 reporter.end_life(IterationWindow(cold_iterations=number))
         await reporter.farewell()  # nobody leads: it doesn't wait for anybody
+        assert unsent(metrics) == 2300 + 1250
         channel.go_to(found.value.decode())
         async with asyncio.timeout(WAIT_S):
             await reporter.farewell()
         await channel.close()
+    assert unsent(metrics) == 0
     assert [(len(report.samples), len(report.windows)) for report in planner.reports] == [
         (1000, 1000),
         (1000, 250),
