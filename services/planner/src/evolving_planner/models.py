@@ -13,13 +13,13 @@ from dataclasses import astuple, dataclass, field
 from typing import Generic
 
 from evolving.core.fit import Coefficients, FitConfig
-from evolving.core.iterations import IterationWindow, Mix
-from evolving.core.sharing import lenders
+from evolving.core.iterations import IterationWindow
+from evolving.core.sharing import lenders, shared_mixes
 from evolving.core.throughput import NodeModel
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.runtime.keys import NodeRegistration
 from evolving.v1 import planner_pb2
-from evolving_planner.mix_rows import NOTHING, MixRow, MixRows, mix_of, says_something, sum_rows
+from evolving_planner.mix_rows import MixRows
 from evolving_planner.model_record import (
     Facts,
     NodeFits,
@@ -257,7 +257,12 @@ class ModelBook:
         prefills = {node_id: node.prefill for node_id, node in known.items()}
         decodes = {node_id: node.decode for node_id, node in known.items()}
         prefill_lenders, decode_lenders = lenders(kinds, _fitted_rows(prefills)), lenders(kinds, _fitted_rows(decodes))
-        mixes = self._mixes(facts)
+        lately = {
+            node_id: node.mix.since(self._newest_s - self._mix_s)
+            for node_id, node in known.items()
+            if node_id in registrations
+        }
+        mixes = shared_mixes(facts, lately)
 
         def in_force(node_id: str, fact: Facts) -> _InForce:
             configured = PrefillCoefficients(*fact.prefill_coefficients)
@@ -272,20 +277,6 @@ class ModelBook:
             )
 
         return {node_id: in_force(node_id, fact) for node_id, fact in facts.items()}
-
-    def _mixes(self, facts: Mapping[str, Facts]) -> dict[str, Mix]:
-        """ū and ρ of each node: its own, where it did not prefill lately those of all nodes alike (section 4.3 compares
-        splits in which it would)."""
-        sums: dict[str, MixRow] = {}
-        shared: dict[Facts, MixRow] = {}
-        for node_id, fact in facts.items():
-            node = self._nodes.get(node_id)
-            of_it = node is not None and node.facts in (None, fact)
-            sums[node_id] = node.mix.since(self._newest_s - self._mix_s) if node is not None and of_it else NOTHING
-            shared[fact] = sum_rows((shared.get(fact, NOTHING), sums[node_id]))
-        return {
-            node_id: mix_of(own if says_something(own) else shared[facts[node_id]]) for node_id, own in sums.items()
-        }
 
     def _fit_view(self, phase: _Phase[Coefficients]) -> planner_pb2.PhaseFit:
         view = planner_pb2.PhaseFit()
