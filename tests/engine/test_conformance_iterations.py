@@ -115,30 +115,36 @@ async def test_requests_at_once_over_both_phases(nodes: list[Node]) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(11.5,), (0.4, 0.7, 1.3, 0.05, 2.2) * 3], ids=["long", "short"])
-async def test_a_decode_iteration_between_any_two_that_compute_prompts(nodes: list[Node], lengths: tuple[float]) -> None:
+async def test_a_decode_iteration_between_any_two_that_compute_prompts(
+    nodes: list[Node], lengths: tuple[float, ...]
+) -> None:
     """However short a chunk is: prompts of `lengths` chunks come beside a request that is being decoded."""
     node = nodes[0]
     await warm(node)
     await totals(node)
     chunk, seed = node.info.chunk_tokens, 8600 + 100 * len(lengths)
     seen: list[IterationWindow] = []
+    looked = asyncio.Event()
 
     async def watch() -> None:
         async for status in node.engine.status_changes():
             if status.decoding:
                 seen.append(status.ran)
+            looked.set()
 
     async def one_by_one() -> None:
         for place, length in enumerate(lengths):
             await prefill_only(node, prompt(seed + place, max(1, int(length * chunk))))
 
     watching = asyncio.create_task(watch())
-    decoding = asyncio.create_task(serve(node, node, prompt(seed - 1, 70), 250))
+    decoding = asyncio.create_task(serve(node, node, prompt(seed - 1, 70), 1500))
     try:
         await node.until_decoding(1)
         await asyncio.gather(one_by_one(), *(prefill_only(node, prompt(seed + 50 + each, 9)) for each in range(5)))
+        for _ in range(2):  # one that was on its way, and one of now
+            looked.clear()
+            await looked.wait()
         assert not decoding.done(), "nothing was decoded beside the last prompts"
-        await decoding
     finally:
         await end_tasks(watching, decoding)
     assert seen[-1].prefill.iterations - seen[0].prefill.iterations >= sum(lengths)
