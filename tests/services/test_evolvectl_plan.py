@@ -155,7 +155,9 @@ def test_what_if_compares_a_shape_with_the_present(planner: ScriptedPlanner, add
         planner_pb2.EvaluateSplitRequest(shape=planner_pb2.SplitShape(prefill_nodes=3, decode_nodes=2))
     ]
     assert "3P2D would serve 4 requests/s (prefill 4.5, decode 4)" in outcome.out
-    assert "2P3D, the present split, 3 requests/s: gain +25.0% ± 1.2%, which passes the gate" in outcome.out
+    assert (
+        "2P3D, the present split, 3 requests/s: gain +25.00%, standard error 1.25%; it passes the gate" in outcome.out
+    )
     assert "moves: c→prefill" in outcome.out
     assert "1 of 2 slices count" in outcome.out
     work = ["17", "2", "6.2", "512", "2048", "64", "131328", "99.5", "2600"]
@@ -173,8 +175,8 @@ def test_what_if_without_a_shape_shows_all(planner: ScriptedPlanner, address: st
     planner.evaluation.problem = "the split was changed 20 s ago"
     outcome = evolvectl("--planner", address, "plan", "what-if")
     assert planner.requests == [planner_pb2.EvaluateSplitRequest()]
-    assert ["1P4D", "1.5", "8", "1.5", "-50.0%", "1.2%", "-", "b→decode"] in outcome.words
-    assert ["3P2D", "4.5", "4", "4", "+25.0%", "1.2%", "passes", "c→prefill"] in outcome.words
+    assert ["1P4D", "1.5", "8", "1.5", "-50.00%", "1.25%", "-", "b→decode"] in outcome.words
+    assert ["3P2D", "4.5", "4", "4", "+25.00%", "1.25%", "passes", "c→prefill"] in outcome.words
     assert "f→prefill and 1 more" in outcome.out
     assert "nothing may move: the split was changed 20 s ago" in outcome.out
 
@@ -214,7 +216,7 @@ def test_decisions_show_what_they_were_made_from_when_asked(planner: ScriptedPla
     assert "slices count" not in evolvectl("--planner", address, "decisions").out
     outcome = evolvectl("--planner", address, "decisions", "-v")
     assert "held by operator:me from then until 1970-01-03 00:00:00Z" in outcome.out
-    assert ["3P2D", "4.5", "4", "4", "+25.0%", "1.2%", "passes", "c→prefill"] in outcome.words
+    assert ["3P2D", "4.5", "4", "4", "+25.00%", "1.25%", "passes", "c→prefill"] in outcome.words
     assert "1 of 2 slices count" in outcome.out
     assert "missing: 3 samples" in outcome.out
     assert any(row[:5] == ["a", "prefill", "fit", "2h", "40"] for row in outcome.words), "as old as it was then"

@@ -21,8 +21,8 @@ def shape_text(shape: planner_pb2.SplitShape) -> str:
 
 
 def gain_text(candidate: planner_pb2.Candidate) -> str:
-    """ "+5.0% ± 1.2%"."""
-    return f"{_signed(candidate.mean_gain)} ± {_percent(candidate.error)}"
+    """ "+5.00%, standard error 1.25%"."""
+    return f"{_signed(candidate.mean_gain)}, standard error {_fine(candidate.error)}"
 
 
 def moves_text(moves: Mapping[str, int], shown: int | None = None) -> str:
@@ -43,7 +43,7 @@ def print_candidates(evaluation: planner_pb2.Evaluation) -> None:
     """One row a split, and why it has to stay."""
     if evaluation.candidates:
         output.print_table(
-            ["split", ">prefill/s", ">decode/s", ">Θ requests/s", ">gain", ">error", "gate", "moves"],
+            ["split", ">prefill/s", ">decode/s", ">Θ requests/s", ">gain", ">std error", "gate", "moves"],
             [_candidate_row(candidate) for candidate in evaluation.candidates],
         )
         if evaluation.problem:
@@ -62,7 +62,7 @@ def _candidate_row(candidate: planner_pb2.Candidate) -> list[str]:
     row = [shape_text(candidate.shape), *map(output.rate, rates)]
     if not candidate.moves:
         return [*row, "-", "-", "present", "-"]
-    gain = [_signed(candidate.mean_gain), _percent(candidate.error)]
+    gain = [_signed(candidate.mean_gain), _fine(candidate.error)]
     return [*row, *gain, "passes" if candidate.passes else "-", moves_text(candidate.moves, _MOVES_SHOWN)]
 
 
@@ -174,4 +174,8 @@ def _percent(share: float) -> str:
 
 
 def _signed(share: float) -> str:
-    return f"{100 * share:+.1f}%"
+    return f"{100 * share:+.2f}%"
+
+
+def _fine(share: float) -> str:
+    return f"{100 * share:.2f}%"

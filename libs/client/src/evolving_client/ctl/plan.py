@@ -83,7 +83,7 @@ def print_what_if(answer: planner_pb2.EvaluateSplitResponse, shape: str) -> None
         output.print_line(f"{served} ({rates})")
         if present is not None:
             now = f"{shape_text(present.shape)}, the present split, {output.rate(present.throughput_per_s)} requests/s"
-            output.print_line(f"{now}: gain {gain_text(asked)}, which {_judged(asked)}")
+            output.print_line(f"{now}: gain {gain_text(asked)}; it {_judged(asked)}")
         output.print_line(f"moves: {moves_text(asked.moves)}")
     if evaluation.problem:
         output.print_line(f"nothing may move: {evaluation.problem}")
