@@ -19,6 +19,7 @@ from evolving.core.iterations import IterationSums, IterationWindow
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients, PrefillSums
 from evolving.core.work import PrefillWork
 from evolving.runtime.keys import BadRecord, NodeRegistration
+from evolving_planner.mix_rows import MixRows
 from evolving_planner.models import EndedWindow, ModelBook, Outcome
 from evolving_planner.phase_rows import compute
 
@@ -180,8 +181,24 @@ def test_the_mix_of_work_is_measured_anew_all_the_time_and_over_nodes_alike_wher
     assert sizes()[0] == (3000 + 30) / 60
     give(book, "unlike", [IterationWindow()], ended_s=12.0)
     assert sizes() == [1, 1, 1, 64], "what they did long ago is no longer so"
-    give(book, "unlike", [IterationWindow()], ended_s=15.0)
+    give(book, "unlike", [IterationWindow()], ended_s=16.0)
     assert sizes() == [512, 512, 512, 64]
+
+
+@given(
+    ends_s=st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=40),
+    span_s=st.floats(1, 1000),
+)
+def test_the_mix_is_that_of_the_last_while_give_or_take_a_twentieth(ends_s: list[float], span_s: float) -> None:
+    rows, newest_s = MixRows(span_s), max(ends_s)
+    for number, ended_s in enumerate(ends_s):
+        rows.take(ended_s, prefills(2**number, 0))
+    found = rows.up_to(newest_s).prefill.iterations
+    for number, ended_s in enumerate(ends_s):
+        if ended_s > newest_s - 0.95 * span_s + 1e-6:
+            assert found & 2**number
+        elif ended_s < newest_s - span_s - 1e-6:
+            assert not found & 2**number
 
 
 def test_windows_of_an_engine_s_life_before_a_restart_are_still_of_this_node() -> None:

@@ -6,7 +6,6 @@ No I/O and no clock. A `ModelBook` may be called from several threads: fits are 
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import astuple, dataclass, field
@@ -120,7 +119,7 @@ class ModelBook:
         self._rows_recent = max(rows_recent, self._config.rows_least, self._config.drift_rows_least)
         self._windows_kept = max(windows_kept, self._rows_recent)
         self._mix_s = mix_s
-        self._newest_s = -math.inf  # when the last window of all ended
+        self._newest_s = 0.0  # when the last window of all ended
         self._lock = threading.Lock()
         self._nodes: dict[str, _Node] = {}  # those that left are the first, in the order in which they did
         self.outcomes: tuple[Outcome, ...] = ()  # of the last `refit`
@@ -216,7 +215,7 @@ class ModelBook:
             facts,
             PhaseRows(PREFILL, self._windows_kept),
             PhaseRows(DECODE, self._windows_kept),
-            MixRows(),
+            MixRows(self._mix_s),
         )
 
     def _follow(self, registrations: Mapping[str, NodeRegistration]) -> bool:
@@ -257,11 +256,7 @@ class ModelBook:
         prefills = {node_id: node.prefill for node_id, node in known.items()}
         decodes = {node_id: node.decode for node_id, node in known.items()}
         prefill_lenders, decode_lenders = lenders(kinds, _fitted_rows(prefills)), lenders(kinds, _fitted_rows(decodes))
-        lately = {
-            node_id: node.mix.since(self._newest_s - self._mix_s)
-            for node_id, node in known.items()
-            if node_id in registrations
-        }
+        lately = {node_id: node.mix.up_to(self._newest_s) for node_id, node in known.items() if node_id in facts}
         mixes = shared_mixes(facts, lately)
 
         def in_force(node_id: str, fact: Facts) -> _InForce:
