@@ -163,7 +163,7 @@ def test_what_if_compares_a_shape_with_the_present(planner: ScriptedPlanner, add
     work = ["17", "2", "6.2", "512", "2048", "64", "131328", "99.5", "2600"]
     assert ["2min", "ago", "1min", "ago", *work] in outcome.words
     assert ["1min", "ago", "now", "0", "0", "0.0", *["-"] * 6] in outcome.words
-    assert "missing: 3 samples came late, gateways were silent 1min 15s" in outcome.out
+    assert "missing: 3 samples came late, gateways were silent for 1min 15s" in outcome.out
     assert "window 10min in 10 slices" in outcome.out
     assert "does not pass" in evolvectl("--planner", address, "plan", "what-if", "1P4D").out
     assert "it is the present split" in evolvectl("--planner", address, "plan", "what-if", "2P3D").out
