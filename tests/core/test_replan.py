@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from evolving.core.config import Gate, PlannerConfig
 from evolving.core.modes import Hold, Mode
+from evolving.core.placement import fewest_moves
 from evolving.core.planner import Decision, DecisionKind, Split, SplitShape, effective_roles
 from evolving.core.replan import (
     Evaluation,
@@ -26,7 +27,8 @@ from evolving.core.replan import (
 )
 from evolving.core.slices import Slice
 from evolving.core.terms import Role
-from evolving.core.throughput import NodeModel, throughput
+from evolving.core.throughput import Kinds, NodeModel, throughput
+from evolving.core.timemodel import DecodeCoefficients
 
 P, D, M, X = Role.PREFILL, Role.DECODE, Role.MIXED, Role.DRAINING
 CONFIG = PlannerConfig()
@@ -138,6 +140,27 @@ def test_theta_of_a_window_is_the_mean_of_each_slice_s_smaller_sum() -> None:
     assert {rate.prefill < rate.decode for rate in rates} == {True, False}
     assert present.throughput == pytest.approx(statistics.mean(rate.total for rate in rates))
     assert present.throughput < 0.9 * min(present.prefill, present.decode)
+
+
+@pytest.mark.parametrize("iterations", [(50, 2000), (2000, 50)])
+def test_unlike_nodes_are_placed_by_the_means_of_the_slices_that_count(iterations: tuple[int, int]) -> None:
+    draw = random.Random(5)
+    decodes = [
+        DecodeCoefficients(draw.uniform(0, 0.05), 0.0, draw.uniform(0, 3e-3), 5e-8 * draw.random()) for _ in NINE
+    ]
+    models = {node: replace(node_model(), decode=decode) for node, decode in zip(NINE, decodes, strict=True)}
+    split = split_of("6P3D")
+    contexts = (10_000.0, 90_000.0)
+    works = [replace(mean_work(iterations=i), context_tokens=c) for i, c in zip(iterations, contexts, strict=True)]
+    slices = [a_slice(work, level) for work, level in zip(works * 5, (20.0, 80.0) * 5, strict=True)]
+    mean = replace(
+        mean_work(iterations=statistics.mean(iterations)),
+        context_tokens=sum(i * c for i, c in zip(iterations, contexts, strict=True)) / sum(iterations),
+    )
+    placed = fewest_moves(Kinds(models.values()), split.roles, models, mean, open_requests=50.0)
+    more = [a_slice(mean_work(iterations=1), 1000.0, completions=4)]
+    found = evaluated(split, [*slices, *more], models).candidates
+    assert [dict(each.moves) for each in found] == [dict(each.moves) for each in placed]
 
 
 def test_of_the_candidates_that_pass_the_one_that_gains_most_is_taken() -> None:
@@ -264,7 +287,7 @@ def test_an_operator_s_hold_lasts_until_its_time_is_over() -> None:
     timed, lasting = Hold("ops", until_s=NOW_S + 1), Hold("ops")
     for mode, hold in itertools.product(Mode, (timed, lasting)):
         decision = decide(split, evaluation, mode=mode, hold=hold)
-        assert stays(decision, split, "ops holds the split until")
+        assert stays(decision, split, f"ops holds the split {'for 1 s more' if hold is timed else 'until released'}")
         assert decision.hold == hold
     over = decide(split, evaluation, hold=timed, now_s=NOW_S + 1)
     assert over.kind is DecisionKind.SWITCH

@@ -67,7 +67,7 @@ class Learning:
     async def _store(self) -> None:
         value = self.models.encode()
         if len(value) > _LARGEST_BYTES:
-            _log.error("models_too_large", size_bytes=len(value))  # of thousands of nodes; this leader goes on with them
+            _log.error("models_too_large", size_bytes=len(value))  # thousands of nodes; this leader goes on with them
         else:
             self._revision = await self._office.store_model(value)
         self._unsaved = False

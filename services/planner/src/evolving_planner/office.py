@@ -108,9 +108,12 @@ class Office:
     @property
     def term(self) -> Term | None:
         """The term of office that lasts, with all of the predecessors' read; None: there is none."""
-        if self._term is None or self._election is None or not self._election.is_leader():
+        if self._term is None or self._election is None:
             return None
-        return self._term if self._election.fence() == self._term.fence else None
+        try:
+            return self._term if self._election.fence() == self._term.fence else None
+        except NotLeader:
+            return None
 
     def on_term(self, begin: Callable[[], None]) -> None:
         """Call `begin` at the start of each term, once etcd was read and before the first decision."""

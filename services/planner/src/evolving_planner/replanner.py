@@ -26,7 +26,7 @@ from evolving_planner.metrics import PlannerMetrics
 from evolving_planner.office import Office, Situation, Term
 from evolving_planner.view import View
 
-_TICK_S_MAX = 1.0
+_TICK_S_LEAST, _TICK_S_MAX = 0.02, 1.0
 _RETRY_S = 0.5
 # Nodes and gateways report every second or so: a slice is read when what ended in it had the time to come.
 _REPORTS_LAG_S = 2.0
@@ -58,7 +58,7 @@ class Replanner:
         self._clock = clock
         self._metrics = metrics
         self._lock = asyncio.Lock()  # one evaluation at a time, however many operators ask
-        self._tick_s = min(_TICK_S_MAX, config.slice_s / 4)
+        self._tick_s = min(_TICK_S_MAX, max(_TICK_S_LEAST, config.slice_s / 4))
         self._lag_s = min(_REPORTS_LAG_S, config.slice_s / 2)
         office.on_term(measures.clear)
 

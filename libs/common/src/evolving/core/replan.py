@@ -229,8 +229,8 @@ def _obstacle(
     if effective_roles(split, live) != evaluation.roles:
         return "nodes or roles changed meanwhile"
     if held is not None:
-        until = "released" if held.until_s is None else f"{held.until_s:.0f} s of unix time"
-        return f"{held.author} holds the split until {until}"
+        until = "until released" if held.until_s is None else f"for {held.until_s - now_s:.0f} s more"
+        return f"{held.author} holds the split {until}"
     if mode is Mode.MANUAL:
         return "the split is changed by operators alone"
     left_s = cooldown_ends_s(split, evaluation.config) - now_s
