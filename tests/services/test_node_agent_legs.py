@@ -108,6 +108,7 @@ BAD_FIELDS: list[dict[str, Any]] = [
     {"root": ROOT[:31]},
     {"root": b""},
     {"leg_id": ""},
+    {"request_id": ""},
     {"leg_id": "x" * 257},
     {"branch_id": "x" * 257},
     {"request_id": "x" * 257},

@@ -171,8 +171,9 @@ def _root(data: bytes) -> bytes:
 
 
 def _check_ids(request: node_agent_pb2.PrefillRequest | node_agent_pb2.DecodeRequest) -> None:
-    if not request.leg_id:
-        raise InvalidRequest("leg_id is empty")
+    for name in ("leg_id", "request_id"):
+        if not getattr(request, name):
+            raise InvalidRequest(f"{name} is empty")
     _check_lengths(request, "leg_id", "tenant", "branch_id", "request_id")
 
 
