@@ -70,8 +70,9 @@ def test_a_leg_knows_its_own_blocks_whatever_its_branch_sent_before(legs: list[t
         ids = [*last.get(branch_id, [])[:kept], *range(added)]
         last[branch_id] = ids
         data, root = np.array(ids, dtype="<u4").tobytes(), bytes(32)
-        names = {"leg_id": "l", "request_id": "r", "branch_id": branch_id}
-        request = node_agent_pb2.PrefillRequest(**names, token_ids=data, root=root)
+        request = node_agent_pb2.PrefillRequest(
+            leg_id="l", request_id="r", branch_id=branch_id, token_ids=data, root=root
+        )
         job = prefill_job(request, info, contexts, 1.0, 1.0)
         assert job.blocks == hash_tokens(root, data, 4)
 
