@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from core.planning import MODELS, WORKS, mean_work, node_model
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from evolving.core.placement import Placement, fewest_moves
 from evolving.core.terms import Role
 from evolving.core.throughput import Kinds, MeanWork, NodeModel, throughput
+from evolving.core.timemodel import DecodeCoefficients
 
 P, D = Role.PREFILL, Role.DECODE
 SPEEDS = st.sampled_from([0.5, 0.8, 1.0, 1.3, 2.0])
@@ -114,6 +116,24 @@ def test_the_one_that_is_fast_at_decode_joins_it() -> None:
     roles = {"a": P, "b": P, "c": P, "d": D}
     moves = {str(p.shape): dict(p.moves) for p in placements(roles, models, mean_work(iterations=900), 60)}
     assert moves["2P2D"] == {"b": D}
+
+
+def decoder(fixed_s: float, request_s: float) -> NodeModel:
+    """A node that prefills like the others."""
+    return replace(node_model(slots=256), decode=DecodeCoefficients(fixed_s, 0.0, request_s))
+
+
+@pytest.mark.parametrize(("open_requests", "joins"), [(16, "few"), (60, "many")])
+def test_who_is_fast_at_decode_depends_on_how_many_requests_each_node_gets(open_requests: float, joins: str) -> None:
+    """Eight or thirty for each of two; `few` and `many` take equally long for thirteen."""
+    few, many, poor = decoder(0.005, 0.002), decoder(0.03, 1e-4), decoder(0.5, 0.01)
+    models = {"few": few, "many": many, "x": few, "y": poor}
+    roles = {"few": P, "many": P, "y": P, "x": D}
+    work = mean_work(iterations=2000)
+    placed = {str(p.shape): p for p in placements(roles, models, work, open_requests)}["2P2D"]
+    assert dict(placed.moves) == {joins: D}
+    best = best_by_trying_all(roles, models, 2, work, open_requests)
+    assert throughput(models, after(roles, placed), work, open_requests).total == pytest.approx(best)
 
 
 @given(prefills=st.integers(1, 5), data=st.data())

@@ -297,6 +297,12 @@ def test_a_node_that_comes_back_restores_the_share_aimed_at() -> None:
     assert shape_of(back.roles_after) == (1, 2)
 
 
+def test_a_newcomer_that_would_do_equally_well_in_either_phase_prefills() -> None:
+    decision = follow(split_of(a=X), {"a", "b", "c"}, prefill_share=0.5)
+    assert decision is not None
+    assert decision.roles_after == {"a": X, "b": P, "c": D}
+
+
 def test_one_lost_while_another_joins_is_one_decision() -> None:
     decision = follow(split_of(a=P, b=D), {"a", "c"})
     assert decision is not None
