@@ -41,7 +41,7 @@ MACHINE = NodeConfig(
 FIRST, AGENTS = SplitShape(3, 2), 32
 SLOW = PlannerConfig(window_s=80.0, cooldown_s=24.0)
 CONFIG = PlannerConfig(window_s=SLOW.window_s / SPEED_UP, cooldown_s=SLOW.cooldown_s / SPEED_UP)
-SETTLED_S = 5 * CONFIG.window_s
+SETTLED_S = 6 * CONFIG.window_s  # whole windows, of which the second should do
 
 
 def agents_that_ask(name: str, new_tokens: int, output_tokens: int) -> AgentKind:
