@@ -149,6 +149,23 @@ async def test_decisions_are_kept_with_their_reasons_newest_first(etcd: Etcd) ->
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_a_decision_that_cannot_be_read_hides_no_other_and_stops_nothing(etcd: Etcd) -> None:
+    async with open_store(etcd) as store:
+        await store.put(KEYS.decision(0), b"\xff")
+        await store.put(KEYS.decisions + "no number", b"{}")
+        async with planner(etcd, initial_split="2P1D") as (_, client):
+            first = await with_split(store, client, "a", "b", "c")
+            await client.public.ProposeSplit(shape(1, 2, reason="one"), timeout=10)
+            await store.put(KEYS.decision(1), b"{")  # the first split's
+            await client.public.ProposeSplit(shape(2, 1, reason="two"), timeout=10)
+
+            async def only_readable_ones() -> bool:
+                return [d.reason for d in await client.decisions()] == ["two", "one"]
+
+            await eventually(only_readable_ones)
+            assert [d.epoch_after for d in await client.decisions()] == [first.epoch + 2, first.epoch + 1]
+
+
 async def test_a_page_token_stays_right_while_decisions_are_added(etcd: Etcd) -> None:
     async with open_store(etcd) as store, planner(etcd) as (_, client):
         await with_split(store, client, "a", "b", "c")
