@@ -13,8 +13,9 @@ from planner_harness import KEYS, PREFILL_HEAVY, Load, join
 from waiting import eventually
 
 from evolving.core.config import PlannerConfig
+from evolving.core.iterations import IterationSums, IterationWindow
 from evolving.core.modes import Mode
-from evolving.core.planner import Decision, DecisionKind, Split, SplitShape, propose_shape
+from evolving.core.planner import Decision, DecisionKind, Split, SplitShape, propose_shape, release
 from evolving.core.slices import DecodeDone, PrefillDone
 from evolving.core.terms import Role
 from evolving.core.timemodel import PrefillSums
@@ -24,12 +25,12 @@ from evolving.runtime.election import Election
 from evolving.runtime.errors import StoreUnavailable
 from evolving.runtime.memory_store import MemoryStore
 from evolving.runtime.metrics import Metrics
-from evolving.runtime.store import Guard, Versioned
+from evolving.runtime.store import Fenced, Guard, Versioned
 from evolving.runtime.tasks import end_tasks
 from evolving_planner.learning import Learning
 from evolving_planner.measures import Measures, OpenLevel, WorkSample
 from evolving_planner.metrics import PlannerMetrics
-from evolving_planner.models import ModelBook
+from evolving_planner.models import EndedWindow, ModelBook
 from evolving_planner.office import FirstSplit, Office, Situation
 from evolving_planner.records import encode_split
 from evolving_planner.replanner import Replanner
@@ -75,6 +76,7 @@ class Cluster:
     view: View
     office: Office
     measures: Measures
+    learning: Learning
     began_s: float = 0.0
     reports: int = 0
     said_s: float = 0.0  # until when it is known how many requests were open
@@ -131,7 +133,7 @@ async def cluster(mode: Mode = Mode.AUTO, config: PlannerConfig = CONFIG) -> Asy
         try:
             await eventually(lambda: view.split.epoch == 1)
             assert office.term is not None
-            yield Cluster(clock, store, view, office, measures, office.term.began_s)
+            yield Cluster(clock, store, view, office, measures, learning, office.term.began_s)
             assert not any(loop.done() for loop in loops), "the loops live on"
         finally:
             await end_tasks(*loops)
@@ -266,3 +268,74 @@ async def test_measurements_of_an_earlier_term_do_not_count() -> None:
         assert decision.evaluation is not None
         assert decision.evaluation.slices[0].started_s == pytest.approx(term.began_s)
         assert decision.evaluation.counted == CONFIG.slices
+
+
+# -- what an office may write
+
+
+async def test_a_former_leader_writes_nothing() -> None:
+    async with cluster() as planned:
+        key = KEYS.leader(LEADER_ROLE)
+        await planned.store.delete(key)
+        await planned.store.put(key, b"another")
+        with pytest.raises(Fenced):
+            await planned.office.store_model(b"[]")
+        with pytest.raises(Fenced):
+            await planned.office.decide(to_shape(SplitShape(1, 3)))
+        with pytest.raises(Fenced):
+            await planned.office.decide(
+                lambda now: release(now.split, reason="", author="x", prefill_share=0.5, now_s=0.0)
+            )
+        assert await planned.store.get(KEYS.model) is None
+        assert len((await planned.store.list(KEYS.decisions)).items) == 1
+        assert planned.view.split.epoch == 1
+
+
+def windows(count: int, c1_s: float) -> list[EndedWindow]:
+    """Of a node that needs 0.02 s an iteration and `c1_s` a token more."""
+    found = []
+    for number in range(count):
+        tokens = 100.0 + 37 * number % 400
+        prefill = PrefillSums(tokens, tokens * (10 + number % 7))
+        found.append(EndedWindow(float(number), IterationWindow(IterationSums(2, 0.04 + c1_s * tokens, prefill))))
+    return found
+
+
+async def test_fits_are_stored_once_and_what_somebody_else_stores_is_taken() -> None:
+    async with cluster() as planned:
+        learning, nodes = planned.learning, planned.view.nodes
+        learning.models.take("a", windows(40, c1_s=0.002))
+        await learning.refit()
+        stored = await planned.store.get(KEYS.model)
+        assert stored is not None
+        assert stored.value == learning.models.encode()
+        await learning.refit()
+        assert await planned.store.get(KEYS.model) == stored, "nothing changed"
+
+        other = ModelBook()
+        other.take("a", windows(40, c1_s=0.005))
+        assert other.refit(nodes, now_s=1.0)
+        theirs = await planned.store.put(KEYS.model, other.encode())
+        await eventually(lambda: planned.view.model_revision == theirs.mod_revision)
+        await learning.refit()
+        assert learning.models.encode() == other.encode()
+
+        spoiled = await planned.store.put(KEYS.model, b"{")
+        await eventually(lambda: planned.view.model_revision == spoiled.mod_revision)
+        await learning.refit({"a"})
+        mended = await planned.store.get(KEYS.model)
+        assert mended is not None
+        assert mended.value == learning.models.encode()
+
+
+async def test_fits_that_could_not_be_stored_are_stored_later() -> None:
+    async with cluster() as planned:
+        planned.learning.models.take("a", windows(40, c1_s=0.002))
+        planned.store.set_available(False)
+        with pytest.raises(StoreUnavailable):
+            await planned.learning.refit()
+        planned.store.set_available(True)
+        await planned.learning.refit()
+        stored = await planned.store.get(KEYS.model)
+        assert stored is not None
+        assert stored.value == planned.learning.models.encode() != ModelBook().encode()
