@@ -561,6 +561,8 @@ class WatchStatusResponse(_message.Message):
     FETCH_BACKLOG_TOKENS_FIELD_NUMBER: _builtins.int
     FETCH_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     FETCHING_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREFILL_COEFFICIENTS_S_FIELD_NUMBER: _builtins.int
+    DECODE_COEFFICIENTS_S_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     incarnation: _builtins.str
     role: _common_pb2.Role.ValueType
@@ -598,6 +600,14 @@ class WatchStatusResponse(_message.Message):
     """What reads from peers bring, tokens a second of reading; 0: not observed."""
     fetching_blocks: _builtins.int
     """Host pages taken for reads that have not ended."""
+    @_builtins.property
+    def prefill_coefficients_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The node's time model, where the planner has fitted it: c0..c4 of the paper's equation 1 and d0..d3 of equation 2,
+        seconds. Empty: as registered.
+        """
+
+    @_builtins.property
+    def decode_coefficients_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     def __init__(
         self,
         *,
@@ -628,10 +638,12 @@ class WatchStatusResponse(_message.Message):
         fetch_backlog_tokens: _builtins.int = ...,
         fetch_tokens_per_s: _builtins.float = ...,
         fetching_blocks: _builtins.int = ...,
+        prefill_coefficients_s: _abc.Iterable[_builtins.float] | None = ...,
+        decode_coefficients_s: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_context_tokens", b"decode_context_tokens", "decode_slots_free", b"decode_slots_free", "decoding", b"decoding", "engine_pid", b"engine_pid", "engine_starts", b"engine_starts", "epoch", b"epoch", "fetch_backlog_tokens", b"fetch_backlog_tokens", "fetch_tokens_per_s", b"fetch_tokens_per_s", "fetching_blocks", b"fetching_blocks", "holding_legs", b"holding_legs", "incarnation", b"incarnation", "iterations", b"iterations", "l1_total_tokens", b"l1_total_tokens", "l1_used_tokens", b"l1_used_tokens", "l2_total_tokens", b"l2_total_tokens", "l2_used_tokens", b"l2_used_tokens", "l2_zero_tokens", b"l2_zero_tokens", "new_tokens_per_iteration", b"new_tokens_per_iteration", "node_id", b"node_id", "prefilling_legs", b"prefilling_legs", "queued_legs", b"queued_legs", "queued_tokens", b"queued_tokens", "ready", b"ready", "reserved", b"reserved", "retractions", b"retractions", "role", b"role", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_coefficients_s", b"decode_coefficients_s", "decode_context_tokens", b"decode_context_tokens", "decode_slots_free", b"decode_slots_free", "decoding", b"decoding", "engine_pid", b"engine_pid", "engine_starts", b"engine_starts", "epoch", b"epoch", "fetch_backlog_tokens", b"fetch_backlog_tokens", "fetch_tokens_per_s", b"fetch_tokens_per_s", "fetching_blocks", b"fetching_blocks", "holding_legs", b"holding_legs", "incarnation", b"incarnation", "iterations", b"iterations", "l1_total_tokens", b"l1_total_tokens", "l1_used_tokens", b"l1_used_tokens", "l2_total_tokens", b"l2_total_tokens", "l2_used_tokens", b"l2_used_tokens", "l2_zero_tokens", b"l2_zero_tokens", "new_tokens_per_iteration", b"new_tokens_per_iteration", "node_id", b"node_id", "prefill_coefficients_s", b"prefill_coefficients_s", "prefilling_legs", b"prefilling_legs", "queued_legs", b"queued_legs", "queued_tokens", b"queued_tokens", "ready", b"ready", "reserved", b"reserved", "retractions", b"retractions", "role", b"role", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from evolving.v1 import common_pb2 as evolving_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"evolving/internal/v1/planner.proto\x12\x14\x65volving.internal.v1\x1a\x18\x65volving/v1/common.proto\"\xdd\x01\n\x11ReportWorkRequest\x12\x14\n\x0cpartition_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x31\n\x07samples\x18\x05 \x03(\x0b\x32 .evolving.internal.v1.WorkSample\x12\x36\n\x07windows\x18\x06 \x03(\x0b\x32%.evolving.internal.v1.IterationWindow\x12\x0f\n\x07\x64ropped\x18\x07 \x01(\x04\"\x14\n\x12ReportWorkResponse\"\xed\x01\n\x0fIterationWindow\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\r\n\x05\x61ge_s\x18\x02 \x01(\x01\x12\x34\n\x07prefill\x18\x03 \x01(\x0b\x32#.evolving.internal.v1.IterationSums\x12\x33\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32#.evolving.internal.v1.IterationSums\x12\x32\n\x05mixed\x18\x05 \x01(\x0b\x32#.evolving.internal.v1.IterationSums\x12\x17\n\x0f\x63old_iterations\x18\x06 \x01(\x04\"\xd5\x01\n\rIterationSums\x12\x12\n\niterations\x18\x01 \x01(\x04\x12\x0e\n\x06\x62usy_s\x18\x02 \x01(\x01\x12\x17\n\x0funcached_tokens\x18\x03 \x01(\x01\x12\x17\n\x0fquery_key_pairs\x18\x04 \x01(\x01\x12\x17\n\x0frestored_tokens\x18\x05 \x01(\x01\x12\x15\n\rcached_tokens\x18\x06 \x01(\x01\x12\x10\n\x08requests\x18\x07 \x01(\x04\x12\x14\n\x0c\x65xpert_share\x18\x08 \x01(\x01\x12\x16\n\x0e\x63ontext_tokens\x18\t \x01(\x04\"n\n\x11ReportOpenRequest\x12\x14\n\x0cpartition_id\x18\x01 \x01(\t\x12\x12\n\ngateway_id\x18\x02 \x01(\t\x12/\n\x06levels\x18\x03 \x03(\x0b\x32\x1f.evolving.internal.v1.OpenLevel\"\x14\n\x12ReportOpenResponse\"C\n\tOpenLevel\x12\x12\n\nfrom_age_s\x18\x01 \x01(\x01\x12\x10\n\x08to_age_s\x18\x02 \x01(\x01\x12\x10\n\x08requests\x18\x03 \x01(\x01\"\x8a\x02\n\nWorkSample\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x05phase\x18\x02 \x01(\x0e\x32\x12.evolving.v1.Phase\x12\x17\n\x0funcached_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x17\n\x0frestored_tokens\x18\x05 \x01(\r\x12\x17\n\x0fquery_key_pairs\x18\x06 \x01(\x01\x12\x15\n\routput_tokens\x18\x07 \x01(\r\x12\x12\n\niterations\x18\x08 \x01(\r\x12\x11\n\tservice_s\x18\t \x01(\x01\x12\r\n\x05\x61ge_s\x18\n \x01(\x01\x12\x16\n\x0e\x63ontext_tokens\x18\x0b \x01(\x01\x32\xd2\x01\n\x0ePlannerService\x12_\n\nReportWork\x12\'.evolving.internal.v1.ReportWorkRequest\x1a(.evolving.internal.v1.ReportWorkResponse\x12_\n\nReportOpen\x12\'.evolving.internal.v1.ReportOpenRequest\x1a(.evolving.internal.v1.ReportOpenResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"evolving/internal/v1/planner.proto\x12\x14\x65volving.internal.v1\x1a\x18\x65volving/v1/common.proto\"\xdd\x01\n\x11ReportWorkRequest\x12\x14\n\x0cpartition_id\x18\x01 \x01(\t\x12\x0f\n\x07node_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x10\n\x08sequence\x18\x04 \x01(\x04\x12\x31\n\x07samples\x18\x05 \x03(\x0b\x32 .evolving.internal.v1.WorkSample\x12\x36\n\x07windows\x18\x06 \x03(\x0b\x32%.evolving.internal.v1.IterationWindow\x12\x0f\n\x07\x64ropped\x18\x07 \x01(\x04\"S\n\x12ReportWorkResponse\x12\x1e\n\x16prefill_coefficients_s\x18\x01 \x03(\x01\x12\x1d\n\x15\x64\x65\x63ode_coefficients_s\x18\x02 \x03(\x01\"\xed\x01\n\x0fIterationWindow\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\r\n\x05\x61ge_s\x18\x02 \x01(\x01\x12\x34\n\x07prefill\x18\x03 \x01(\x0b\x32#.evolving.internal.v1.IterationSums\x12\x33\n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32#.evolving.internal.v1.IterationSums\x12\x32\n\x05mixed\x18\x05 \x01(\x0b\x32#.evolving.internal.v1.IterationSums\x12\x17\n\x0f\x63old_iterations\x18\x06 \x01(\x04\"\xd5\x01\n\rIterationSums\x12\x12\n\niterations\x18\x01 \x01(\x04\x12\x0e\n\x06\x62usy_s\x18\x02 \x01(\x01\x12\x17\n\x0funcached_tokens\x18\x03 \x01(\x01\x12\x17\n\x0fquery_key_pairs\x18\x04 \x01(\x01\x12\x17\n\x0frestored_tokens\x18\x05 \x01(\x01\x12\x15\n\rcached_tokens\x18\x06 \x01(\x01\x12\x10\n\x08requests\x18\x07 \x01(\x04\x12\x14\n\x0c\x65xpert_share\x18\x08 \x01(\x01\x12\x16\n\x0e\x63ontext_tokens\x18\t \x01(\x04\"n\n\x11ReportOpenRequest\x12\x14\n\x0cpartition_id\x18\x01 \x01(\t\x12\x12\n\ngateway_id\x18\x02 \x01(\t\x12/\n\x06levels\x18\x03 \x03(\x0b\x32\x1f.evolving.internal.v1.OpenLevel\"\x14\n\x12ReportOpenResponse\"C\n\tOpenLevel\x12\x12\n\nfrom_age_s\x18\x01 \x01(\x01\x12\x10\n\x08to_age_s\x18\x02 \x01(\x01\x12\x10\n\x08requests\x18\x03 \x01(\x01\"\x8a\x02\n\nWorkSample\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x05phase\x18\x02 \x01(\x0e\x32\x12.evolving.v1.Phase\x12\x17\n\x0funcached_tokens\x18\x03 \x01(\r\x12\x15\n\rcached_tokens\x18\x04 \x01(\r\x12\x17\n\x0frestored_tokens\x18\x05 \x01(\r\x12\x17\n\x0fquery_key_pairs\x18\x06 \x01(\x01\x12\x15\n\routput_tokens\x18\x07 \x01(\r\x12\x12\n\niterations\x18\x08 \x01(\r\x12\x11\n\tservice_s\x18\t \x01(\x01\x12\r\n\x05\x61ge_s\x18\n \x01(\x01\x12\x16\n\x0e\x63ontext_tokens\x18\x0b \x01(\x01\x32\xd2\x01\n\x0ePlannerService\x12_\n\nReportWork\x12\'.evolving.internal.v1.ReportWorkRequest\x1a(.evolving.internal.v1.ReportWorkResponse\x12_\n\nReportOpen\x12\'.evolving.internal.v1.ReportOpenRequest\x1a(.evolving.internal.v1.ReportOpenResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,19 +35,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPORTWORKREQUEST']._serialized_start=87
   _globals['_REPORTWORKREQUEST']._serialized_end=308
   _globals['_REPORTWORKRESPONSE']._serialized_start=310
-  _globals['_REPORTWORKRESPONSE']._serialized_end=330
-  _globals['_ITERATIONWINDOW']._serialized_start=333
-  _globals['_ITERATIONWINDOW']._serialized_end=570
-  _globals['_ITERATIONSUMS']._serialized_start=573
-  _globals['_ITERATIONSUMS']._serialized_end=786
-  _globals['_REPORTOPENREQUEST']._serialized_start=788
-  _globals['_REPORTOPENREQUEST']._serialized_end=898
-  _globals['_REPORTOPENRESPONSE']._serialized_start=900
-  _globals['_REPORTOPENRESPONSE']._serialized_end=920
-  _globals['_OPENLEVEL']._serialized_start=922
-  _globals['_OPENLEVEL']._serialized_end=989
-  _globals['_WORKSAMPLE']._serialized_start=992
-  _globals['_WORKSAMPLE']._serialized_end=1258
-  _globals['_PLANNERSERVICE']._serialized_start=1261
-  _globals['_PLANNERSERVICE']._serialized_end=1471
+  _globals['_REPORTWORKRESPONSE']._serialized_end=393
+  _globals['_ITERATIONWINDOW']._serialized_start=396
+  _globals['_ITERATIONWINDOW']._serialized_end=633
+  _globals['_ITERATIONSUMS']._serialized_start=636
+  _globals['_ITERATIONSUMS']._serialized_end=849
+  _globals['_REPORTOPENREQUEST']._serialized_start=851
+  _globals['_REPORTOPENREQUEST']._serialized_end=961
+  _globals['_REPORTOPENRESPONSE']._serialized_start=963
+  _globals['_REPORTOPENRESPONSE']._serialized_end=983
+  _globals['_OPENLEVEL']._serialized_start=985
+  _globals['_OPENLEVEL']._serialized_end=1052
+  _globals['_WORKSAMPLE']._serialized_start=1055
+  _globals['_WORKSAMPLE']._serialized_end=1321
+  _globals['_PLANNERSERVICE']._serialized_start=1324
+  _globals['_PLANNERSERVICE']._serialized_end=1534
 # @@protoc_insertion_point(module_scope)

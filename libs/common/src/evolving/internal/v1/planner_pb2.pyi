@@ -64,14 +64,29 @@ Global___ReportWorkRequest: _TypeAlias = ReportWorkRequest  # noqa: Y015
 
 @_typing.final
 class ReportWorkResponse(_message.Message):
+    """The time model in force for the node where it is fitted, seconds. Empty: nothing is known to be."""
+
     DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_COEFFICIENTS_S_FIELD_NUMBER: _builtins.int
+    DECODE_COEFFICIENTS_S_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prefill_coefficients_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """c0..c4 of the paper's equation 1."""
+
+    @_builtins.property
+    def decode_coefficients_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """d0..d3 of equation 2."""
 
     def __init__(
         self,
+        *,
+        prefill_coefficients_s: _abc.Iterable[_builtins.float] | None = ...,
+        decode_coefficients_s: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_coefficients_s", b"decode_coefficients_s", "prefill_coefficients_s", b"prefill_coefficients_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
