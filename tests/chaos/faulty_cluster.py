@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from chaos.watching import restart
 from cluster import ClusterSpec, LocalCluster
 from etcd_process import Etcd
 
@@ -31,6 +32,11 @@ class FaultyCluster(LocalCluster):
             return super().stop()
         finally:
             self.etcd.destroy()
+
+    async def heal(self) -> None:
+        """Start again what was killed, and wait until it serves."""
+        await self.etcd.start()
+        await restart(self, *(name for name, process in self.processes.items() if not process.alive()))
 
     @property
     def planners(self) -> dict[str, str]:

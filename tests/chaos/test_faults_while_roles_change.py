@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 from chaos.faulty_cluster import FaultyCluster, spec_in
@@ -105,7 +106,10 @@ async def disturbed(cluster: FaultyCluster, addresses: list[str]) -> AsyncIterat
     ):
         scene = Scene(cluster, (first, second), changes)
         await scene.flows()
-        yield scene
+        try:
+            yield scene
+        finally:
+            await cluster.heal()
         await scene.flows()
     for load in scene.loads:
         assert load.failures == []
@@ -124,7 +128,6 @@ async def a_planner_that_leads(scene: Scene) -> None:
     scene.cluster.kill(name)
     await scene.flows()
     assert await scene.changes.leader() != address
-    await restart(scene.cluster, name)
 
 
 async def an_etcd_member(scene: Scene) -> None:
@@ -133,16 +136,31 @@ async def an_etcd_member(scene: Scene) -> None:
     member.kill()
     await scene.flows()
     assert await scene.cluster.etcd.leader() is not member
-    await scene.cluster.etcd.restart(member)
 
 
 async def all_of_etcd(scene: Scene, away_s: float = 12.0) -> None:
+    """Longer than anybody's lease, so that nobody leads and no registration is renewed in time."""
     scene.cluster.etcd.kill()
     changed = len(scene.changes.by)
     async with asyncio.timeout(away_s + 60):
         await asyncio.gather(asyncio.sleep(away_s), *(progress(load, 20) for load in scene.loads))
     assert len(scene.changes.by) <= changed + 1, "one may have been acknowledged just before"
-    await scene.cluster.etcd.start()
+
+
+async def all_of_etcd_for_a_minute(scene: Scene) -> None:
+    await all_of_etcd(scene, 60.0)
+
+
+async def a_planner_that_freezes(scene: Scene) -> None:
+    """It wakes up when another leads, and must not write as if it still led."""
+    address = await scene.changes.leader()
+    name = scene.cluster.planners[address]
+    scene.cluster.kill(name, signal.SIGSTOP)
+    try:
+        await scene.flows()
+    finally:
+        scene.cluster.kill(name, signal.SIGCONT)
+    assert await scene.changes.leader() != address
 
 
 async def a_node_that_prefills(scene: Scene) -> None:
@@ -152,7 +170,6 @@ async def a_node_that_prefills(scene: Scene) -> None:
     await scene.flows()
     finished = await task
     assert finished.attempts > 0, f"{name} had it in prefill"
-    await restart(scene.cluster, name)
 
 
 async def a_node_that_decodes(scene: Scene) -> None:
@@ -163,28 +180,23 @@ async def a_node_that_decodes(scene: Scene) -> None:
     finished = await task
     assert finished.attempts > 0, f"{name} had it in decode"
     assert finished.decode_node_id != name
-    await restart(scene.cluster, name)
 
 
 async def an_engine(scene: Scene) -> None:
     """It dies at work: after so many iterations, and without work it has none."""
     cluster, name = scene.cluster, "node-a"
-    command = cluster.processes[name].command
-    await _killed_and_restarted(cluster, name, [*command, "--mock-crash-after-iterations", "100"])
+    sound = cluster.processes[name].command
+    cluster.kill(name)
+    cluster.processes[name].command = [*sound, "--mock-crash-after-iterations", "100"]
+    await restart(cluster, name)
     before = await moves(cluster, "ENGINE_DOWN")
     async with asyncio.timeout(60):
         while await moves(cluster, "ENGINE_DOWN") == before:
             await asyncio.sleep(0.1)
         while (await status_of(cluster, name)).engine_starts < 2:
             await asyncio.sleep(0.1)
-    await _killed_and_restarted(cluster, name, command)
-
-
-async def _killed_and_restarted(cluster: FaultyCluster, name: str, command: list[str]) -> None:
-    """With other flags."""
     cluster.kill(name)
-    cluster.processes[name] = replace(cluster.processes[name], command=command)
-    await restart(cluster, name)
+    cluster.processes[name].command = sound
 
 
 async def a_gateway(scene: Scene) -> None:
@@ -196,8 +208,7 @@ async def a_gateway(scene: Scene) -> None:
     assert streams
     await scene.flows()
     await until(lambda: all(each.result for each in streams) or bool(load.failures), "they go on at the other one")
-    assert all(each.result and each.result.reconnects for each in streams)
-    await restart(scene.cluster, "gateway")
+    assert any(each.result and each.result.reconnects for each in streams)
 
 
 Fault = Callable[[Scene], Awaitable[None]]
@@ -230,8 +241,12 @@ def test_what_a_history_of_the_split_must_not_have() -> None:
         assert faults_of(good, claims)
 
 
+DEEP_FAULTS: tuple[Fault, ...] = (all_of_etcd_for_a_minute, a_planner_that_freezes)
+
+
 @pytest.mark.deep
 @pytest.mark.timeout(300)
-async def test_nor_when_etcd_is_away_for_a_minute(cluster: FaultyCluster, addresses: list[str]) -> None:
+@pytest.mark.parametrize("fault", DEEP_FAULTS, ids=[fault.__name__ for fault in DEEP_FAULTS])
+async def test_nor_a_longer_fault(cluster: FaultyCluster, addresses: list[str], fault: Fault) -> None:
     async with disturbed(cluster, addresses) as scene:
-        await all_of_etcd(scene, 60.0)
+        await fault(scene)

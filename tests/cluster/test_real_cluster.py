@@ -7,7 +7,7 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +198,45 @@ async def test_a_node_killed_while_it_decodes_costs_a_pause(cluster: ComposeClus
     served = await generate(client, tokens, 10)
     assert list(served.output_token_ids) == output
     assert served.decode_node_id == "node-c"
+
+
+async def test_an_engine_killed_while_roles_change_costs_a_pause(cluster: ComposeCluster, client: Client) -> None:
+    """The engine alone dies, decoding, under an agent that lives on and starts it again; meanwhile node-a goes to and
+    fro. Every stream ends with the right tokens."""
+    await evolvectl(cluster, "split", "set", "node-a=prefill", "node-b=prefill", "node-c=decode")
+    wanted = list(islice(clear_prompts(100, 100, 27_000), 6))
+    before = await engine_pids(cluster)
+    decoding: list[int] = []
+
+    async def stream(tokens: list[int]) -> Finished:
+        output: list[int] = []
+        async for event in client.generate(token_ids=tokens, max_tokens=100, ignore_eos=True):
+            if isinstance(event, Tokens):
+                assert event.index == len(output)
+                output += event.token_ids
+            if isinstance(event, Finished):
+                return event
+            if len(output) > 20 and not decoding:
+                decoding.append(before["node-c"])
+                os.kill(before["node-c"], signal.SIGKILL)
+        raise AssertionError("the stream ended without a result")
+
+    async def change() -> None:
+        for role in cycle(("decode", "prefill")):
+            await evolvectl(cluster, "split", "set", f"node-a={role}")
+            await asyncio.sleep(0.5)
+
+    changing = asyncio.create_task(change())
+    finished = await asyncio.gather(*(stream(tokens) for tokens, _ in wanted))
+    assert [list(each.output_token_ids) for each in finished] == [output for _, output in wanted]
+    assert any(each.attempts for each in finished), "node-c had some of them"
+    changing.cancel()
+    await asyncio.wait({changing})
+    assert changing.cancelled(), "every change was made"
+    await asyncio.to_thread(cluster.wait_ready, ["node-c"])
+    after = await engine_pids(cluster)
+    assert {name for name in NODES if after[name] != before[name]} == {"node-c"}
+    await evolvectl(cluster, "split", "set", "node-a=prefill", "node-b=prefill", "node-c=decode")
 
 
 async def kill_node(cluster: ComposeCluster, name: str) -> None:
