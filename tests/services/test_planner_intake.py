@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 import pytest
+from core.test_fit import decode_of, prefill_of, windows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_harness import node_registration
 
 from evolving.core.config import PlannerConfig
 from evolving.core.errors import UnknownNode
+from evolving.core.iterations import IterationWindow as Window
 from evolving.internal.v1.planner_pb2 import (
     IterationSums,
     IterationWindow,
     OpenLevel,
     ReportOpenRequest,
     ReportWorkRequest,
+    ReportWorkResponse,
     WorkSample,
 )
 from evolving.runtime.clock import ManualClock
@@ -29,7 +32,7 @@ from evolving.v1 import planner_pb2
 from evolving.v1.common_pb2 import PHASE_DECODE, PHASE_PREFILL
 from evolving_planner.intake import IntakeService
 from evolving_planner.measures import Measures, Missing
-from evolving_planner.models import ModelBook
+from evolving_planner.models import EndedWindow, ModelBook
 
 NOW_S = 1000.0
 CONFIG = PlannerConfig()
@@ -56,14 +59,17 @@ class Planner:
     def work_taken(self, phase: object) -> None:
         self.taken += 1
 
-    def give(self, *requests: ReportWorkRequest | ReportOpenRequest) -> None:
+    def give(self, *requests: ReportWorkRequest | ReportOpenRequest) -> list[ReportWorkResponse]:
+        """What the reports of work were answered."""
         me = cast("Any", self)
         service = IntakeService("p0", me, me, self.measures, self.models, ManualClock(NOW_S), me)
+        answers = []
         for request in requests:
             if isinstance(request, ReportWorkRequest):
-                asyncio.run(service.ReportWork(request, me))
+                answers.append(asyncio.run(service.ReportWork(request, me)))
             else:
                 asyncio.run(service.ReportOpen(request, me))
+        return answers
 
     @property
     def windows(self) -> int:
@@ -91,6 +97,36 @@ def test_a_report_is_taken_with_all_that_is_in_it() -> None:
     last = planner.measures.slices(NOW_S)[-1]
     assert (last.completions, last.without_prefill, last.open_requests) == (1, 0, 6)
     assert (planner.taken, planner.windows) == (2, 1), "once"
+
+
+def test_a_report_is_answered_with_what_is_fitted_of_the_node() -> None:
+    """Also one with nothing in it, one that comes twice, and that of a node which is alike. Before the first fit, to
+    another life than the one registered and to a node that is not what was fitted, nothing is said."""
+    planner = Planner(nodes={node: node_registration(node) for node in ("a", "alike")})
+    planner.nodes["other"] = replace(node_registration("other"), chunk_tokens=7)
+    prefill, decode = prefill_of([0.5] * 5), decode_of([0.5] * 4, moe=False)
+    windows = [EndedWindow(NOW_S, window) for window in windows_of(1, prefill, decode, count=40)]
+
+    def idle(node: str, sequence: int, incarnation: str = "") -> ReportWorkRequest:
+        life = incarnation or f"{node}-1"
+        return work(node_id=node, incarnation=life, sequence=sequence, samples=[], windows=[])
+
+    planner.models.take("a", [EndedWindow(NOW_S, Window(prefill=each.window.prefill)) for each in windows])
+    assert planner.give(idle("a", 1)) == [ReportWorkResponse()]
+    planner.models.refit(planner.nodes, 1.0)
+    told, again, to_alike, to_other, to_earlier = planner.give(
+        idle("a", 2), idle("a", 2), idle("alike", 1), idle("other", 1), idle("a", 1, "a-0")
+    )
+    assert list(told.prefill_coefficients_s) == pytest.approx(astuple(prefill), rel=1e-6)
+    assert not told.decode_coefficients_s, "nobody has decoded"
+    assert told == again == to_alike
+    assert to_other == to_earlier == ReportWorkResponse()
+    planner.models.take("a", [EndedWindow(NOW_S, Window(decode=each.window.decode)) for each in windows])
+    planner.models.refit(planner.nodes, 2.0)
+    (told,) = planner.give(idle("a", 3))
+    assert list(told.decode_coefficients_s) == pytest.approx(astuple(decode)[:4], rel=1e-6)
+    planner.nodes["a"] = replace(planner.nodes["a"], model="another", incarnation="a-2")
+    assert planner.give(idle("a", 1, "a-2")) == [ReportWorkResponse()], "though it was not followed yet"
 
 
 def test_who_does_not_lead_takes_nothing_and_names_who_does() -> None:

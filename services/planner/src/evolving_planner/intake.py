@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 from evolving.core.slices import PrefillDone
 from evolving.core.terms import Phase
 from evolving.internal.v1 import planner_pb2
@@ -42,7 +44,7 @@ class IntakeService(internal_grpc.PlannerServiceServicer):
     async def ReportWork(
         self, request: planner_pb2.ReportWorkRequest, context: Context
     ) -> planner_pb2.ReportWorkResponse:
-        """Keep what a node did. A report that comes twice is taken once."""
+        """Keep what a node did, and answer what it is known to take for it. A report that comes twice is taken once."""
         self._require_office(request.partition_id)
         now_s = self._clock.now_s()
         reports.require_id("node_id", request.node_id)
@@ -55,11 +57,11 @@ class IntakeService(internal_grpc.PlannerServiceServicer):
         )
         self._metrics.work_report(outcome.repeated, outcome.lost_reports)
         if outcome.repeated:
-            return planner_pb2.ReportWorkResponse()
+            return self._model_of(request)
         self._models.take(request.node_id, windows)
         for sample in samples:
             self._metrics.work_taken(Phase.PREFILL if isinstance(sample.done, PrefillDone) else Phase.DECODE)
-        return planner_pb2.ReportWorkResponse()
+        return self._model_of(request)
 
     async def ReportOpen(
         self, request: planner_pb2.ReportOpenRequest, context: Context
@@ -70,6 +72,17 @@ class IntakeService(internal_grpc.PlannerServiceServicer):
         reports.require_id("gateway_id", request.gateway_id)
         self._measures.report_open(request.gateway_id, reports.open_levels(request.levels, now_s), now_s)
         return planner_pb2.ReportOpenResponse()
+
+    def _model_of(self, request: planner_pb2.ReportWorkRequest) -> planner_pb2.ReportWorkResponse:
+        """Nothing for another life than the one registered: its engine may be another."""
+        registration = self._view.nodes.get(request.node_id)
+        if registration is None or registration.incarnation != request.incarnation:
+            return planner_pb2.ReportWorkResponse()
+        fits = self._models.fits_of(registration)
+        return planner_pb2.ReportWorkResponse(
+            prefill_coefficients_s=astuple(fits.prefill) if fits.prefill is not None else (),
+            decode_coefficients_s=astuple(fits.decode)[:4] if fits.decode is not None else (),
+        )
 
     def _require_office(self, partition_id: str) -> None:
         if partition_id != self._partition_id:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Generic
 
 from pydantic import TypeAdapter, ValidationError
 
 from evolving.core.fit import Coefficients, Fitted
-from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients, PrefillSums
+from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients, decode_takes_time, prefill_takes_time
 from evolving.runtime.keys import BadRecord, NodeRegistration
 
-_SLOWEST_S = 1e6  # a coefficient beyond is none of any node, and sums of such would not be finite
 _ROWS_MAX = 2**32 - 1  # what a message holds
 
 
@@ -71,16 +70,6 @@ def facts_of(node: NodeRegistration) -> Facts:
     )
 
 
-def prefill_takes_time(coefficients: PrefillCoefficients) -> bool:
-    """Whether a prediction can use them."""
-    return _finite(coefficients) and coefficients.prefill_iteration_s(PrefillSums(1.0, 1.0)) > 0
-
-
-def decode_takes_time(coefficients: DecodeCoefficients) -> bool:
-    """Whether a prediction can use them."""
-    return _finite(coefficients) and coefficients.decode_iteration_s(1.0) > 0
-
-
 def encode_fits(fits: Iterable[NodeFits]) -> bytes:
     """JSON, UTF-8."""
     return _RECORD.dump_json(tuple(fits))
@@ -103,10 +92,6 @@ def decode_fits(value: bytes) -> tuple[NodeFits, ...]:
     if len({node.node_id for node in record}) < len(record):
         raise BadRecord("not a record of fitted models: a node is in it twice")
     return record
-
-
-def _finite(coefficients: PrefillCoefficients | DecodeCoefficients) -> bool:
-    return all(value <= _SLOWEST_S for value in astuple(coefficients))
 
 
 def _says_how_well(fit: PhaseFit[PrefillCoefficients] | PhaseFit[DecodeCoefficients]) -> bool:

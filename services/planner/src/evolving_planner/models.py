@@ -15,7 +15,7 @@ from evolving.core.fit import Coefficients, FitConfig
 from evolving.core.iterations import IterationWindow
 from evolving.core.sharing import lenders, shared_mixes
 from evolving.core.throughput import NodeModel
-from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
+from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients, decode_takes_time, prefill_takes_time
 from evolving.runtime.keys import NodeRegistration
 from evolving.v1 import planner_pb2
 from evolving_planner.mix_rows import MixRows
@@ -24,10 +24,8 @@ from evolving_planner.model_record import (
     NodeFits,
     PhaseFit,
     decode_fits,
-    decode_takes_time,
     encode_fits,
     facts_of,
-    prefill_takes_time,
 )
 from evolving_planner.phase_rows import DECODE, PREFILL, Due, PhaseRows, compute
 
@@ -40,6 +38,15 @@ class EndedWindow:
 
     ended_s: float
     window: IterationWindow
+
+
+@dataclass(frozen=True, slots=True)
+class Fits:
+    """What is in force for a node as far as it was fitted, by its own iterations or those of a node alike. None: as
+    configured."""
+
+    prefill: PrefillCoefficients | None = None
+    decode: DecodeCoefficients | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +129,7 @@ class ModelBook:
         self._newest_s = 0.0  # when the last window of all ended
         self._lock = threading.Lock()
         self._nodes: dict[str, _Node] = {}  # those that left are the first, in the order in which they did
+        self._fits: dict[str, tuple[Facts, Fits]] = {}  # as of the last `refit`, of nodes with such facts
         self.outcomes: tuple[Outcome, ...] = ()  # of the last `refit`
 
     def take(self, node_id: str, windows: Iterable[EndedWindow]) -> None:
@@ -151,7 +159,17 @@ class ModelBook:
             job.compute(self._config, now_s)
         with self._lock:
             self.outcomes = tuple(job.settle() for job in jobs)
+            self._fits = {
+                node_id: (facts_of(registrations[node_id]), Fits(_if_fitted(model.prefill), _if_fitted(model.decode)))
+                for node_id, model in self._resolve(registrations).items()
+            }
         return changed or any(outcome.fitted for outcome in self.outcomes)
+
+    def fits_of(self, registration: NodeRegistration) -> Fits:
+        """Those in force for a node since the last `refit`. Cheap."""
+        with self._lock:
+            facts, fits = self._fits.get(registration.node_id, (None, Fits()))
+        return fits if facts == facts_of(registration) else Fits()
 
     def in_force(self, registrations: Mapping[str, NodeRegistration]) -> dict[str, NodeModel]:
         """What predictions use, by node. A node whose configured coefficients say that work takes no time, and that
@@ -205,6 +223,7 @@ class ModelBook:
                 if node is None or node.facts not in (None, fits.facts):
                     node = self._nodes[node_id] = self._new_node(fits.facts)
                 node.facts = fits.facts
+            self._fits = {}
             for node_id, node in self._nodes.items():
                 known = record.get(node_id)
                 node.prefill.adopt(known.prefill if known is not None else None)
@@ -294,6 +313,10 @@ class ModelBook:
 
 def _is_fitted(node: _Node) -> bool:
     return node.prefill.fit is not None or node.decode.fit is not None
+
+
+def _if_fitted(phase: _Phase[Coefficients]) -> Coefficients | None:
+    return phase.coefficients if phase.fit is not None else None
 
 
 def _fitted_rows(phases: Mapping[str, PhaseRows[Coefficients]]) -> dict[str, int]:

@@ -22,8 +22,8 @@ from evolving.core.fit import (
     prefill_error,
 )
 from evolving.core.iterations import IterationSums, IterationWindow
-from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
-from evolving_planner.model_record import Facts, PhaseFit, decode_takes_time, prefill_takes_time
+from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients, decode_takes_time, prefill_takes_time
+from evolving_planner.model_record import Facts, PhaseFit
 
 Rows = Sequence[IterationWindow]
 

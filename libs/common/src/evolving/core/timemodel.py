@@ -6,7 +6,9 @@ Coefficients come from configuration or from a fit; this module only evaluates t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
+
+_SLOWEST_S = 1e6  # a coefficient beyond is none of any node, and sums of such would not be finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,20 @@ def mixed_iteration_s(
     """Seconds of an iteration that does both: `T_P + T_D − d0`, since the decode part's fixed cost is paid once."""
     decode_s = decode.decode_iteration_s(batch, context_tokens)
     return prefill.prefill_iteration_s(sums) + decode_s - decode.d0_s
+
+
+def prefill_takes_time(coefficients: PrefillCoefficients) -> bool:
+    """Whether a prediction can use them."""
+    return _bounded(coefficients) and coefficients.prefill_iteration_s(PrefillSums(1.0, 1.0)) > 0
+
+
+def decode_takes_time(coefficients: DecodeCoefficients) -> bool:
+    """Whether a prediction can use them."""
+    return _bounded(coefficients) and coefficients.decode_iteration_s(1.0) > 0
+
+
+def _bounded(coefficients: PrefillCoefficients | DecodeCoefficients) -> bool:
+    return all(value <= _SLOWEST_S for value in astuple(coefficients))
 
 
 def _require_non_negative(coefficients: PrefillCoefficients | DecodeCoefficients) -> None:
