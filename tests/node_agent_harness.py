@@ -300,6 +300,7 @@ class ScriptedPlanner(planner_pb2_grpc.PlannerServiceServicer):
     refusal: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE
     reports: list[planner_pb2.ReportWorkRequest] = field(default_factory=list)  # all that came
     taken: list[planner_pb2.ReportWorkRequest] = field(default_factory=list)  # each number of an incarnation once
+    answer: planner_pb2.ReportWorkResponse = field(default_factory=planner_pb2.ReportWorkResponse)
 
     async def ReportWork(self, request: planner_pb2.ReportWorkRequest, context: Any) -> Any:
         """One report."""
@@ -313,7 +314,7 @@ class ScriptedPlanner(planner_pb2_grpc.PlannerServiceServicer):
         if self.mute > 0:
             self.mute -= 1
             await context.abort(grpc.StatusCode.UNAVAILABLE, "taken, and nobody hears of it")
-        return planner_pb2.ReportWorkResponse()
+        return self.answer
 
     ReportOpen = None  # type: ignore[assignment]  # gateways call it
 

@@ -244,8 +244,8 @@ async def test_what_a_planner_calls_wrong_is_given_up(etcd: Etcd) -> None:
     invalid = grpc.StatusCode.INVALID_ARGUMENT
     async with agent(etcd) as node:
         await node.ready()
+        await node.serve(prefill_request(ids(1, 80), request_id="one"))
         async with scripted_planner(etcd, refuse=1, refusal=invalid) as planner:
-            await node.serve(prefill_request(ids(1, 80), request_id="one"))
             await eventually(lambda: len(planner.reports) > 0)
             await node.serve(prefill_request(ids(2, 80), request_id="two"))
             await eventually(lambda: "two" in of_phase(planner, common_pb2.PHASE_DECODE))
@@ -263,6 +263,7 @@ def reporter_to(planner: FollowingChannel, metrics: Metrics, limit: int = 10) ->
         period_s=NEVER_S,
         window_s=NEVER_S,
         planner=planner,
+        answered=lambda answer: None,
         clock=SystemClock(),
         metrics=metrics,
     )

@@ -44,6 +44,7 @@ async def run_node_agent(service: Service[NodeAgentSettings], engine: Engine | N
         period_s=settings.work_period_s,
         window_s=settings.iteration_window_s,
         planner=planner,
+        answered=node.adopt_model,
         clock=clock,
         metrics=service.metrics,
     )

@@ -89,7 +89,7 @@ class EngineLives:
         self._service.ready.set("registered", True)
 
     def _record(self, info: EngineInfo) -> NodeRegistration:
-        prefill, decode = self._node.prefill_coefficients, self._node.decode_coefficients
+        prefill, decode = self._node.time_model.configured_prefill, self._node.time_model.configured_decode
         return NodeRegistration(
             node_id=self._node.node_id,
             incarnation=info.incarnation,

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from evolving.core.contexts import Contexts
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
-from evolving.internal.v1 import node_agent_pb2
+from evolving.internal.v1 import node_agent_pb2, planner_pb2
 from evolving.runtime.clock import Clock
 from evolving.runtime.metrics import Metrics
 from evolving.runtime.tasks import first_of
@@ -18,6 +18,7 @@ from evolving_node_agent.errors import EngineIsDown
 from evolving_node_agent.fetch_rate import FetchRate
 from evolving_node_agent.pool_metrics import PoolMetrics
 from evolving_node_agent.roles import RoleWatch
+from evolving_node_agent.time_model import TimeModel
 from evolving_node_agent.waits import LegSize, RestoredShare, new_tokens_per_iteration, wait_s
 
 PUSH_MIN_S = 0.05  # between two pushes to one watcher
@@ -40,8 +41,7 @@ class Node:
         self.node_id = node_id
         self.engine = engine
         self.roles = RoleWatch(node_id, self.notify)
-        self.prefill_coefficients = prefill
-        self.decode_coefficients = decode
+        self.time_model = TimeModel(prefill, decode)
         self.engine_starts = 0
         self.registered = False
         self.waiting: dict[str, LegSize] = {}  # prefill legs not taken yet
@@ -91,6 +91,14 @@ class Node:
             tell(status)
             self.notify()
 
+    def adopt_model(self, answer: planner_pb2.ReportWorkResponse) -> None:
+        """A planner said what it knows of this node's time model."""
+        if (info := self._info) is None:
+            return  # it will say so again
+        experts = (info.experts_per_token, info.experts)
+        if self.time_model.adopt(answer.prefill_coefficients_s, answer.decode_coefficients_s, *experts):
+            self.notify()
+
     # -- legs
 
     @contextmanager
@@ -124,8 +132,8 @@ class Node:
             status or self.engine.status(),
             self.waiting,
             self.running,
-            self.prefill_coefficients,
-            self.decode_coefficients,
+            self.time_model.prefill,
+            self.time_model.decode,
             chunk_tokens,
             self._restored_share.value,
         )
@@ -168,6 +176,8 @@ class Node:
             epoch=self.roles.epoch,
             ready=info is not None and self.registered and not self._closed,
             engine_starts=self.engine_starts,
+            prefill_coefficients_s=self.time_model.fitted_prefill_s,
+            decode_coefficients_s=self.time_model.fitted_decode_s,
         )
         if info is None:
             return response

@@ -6,7 +6,9 @@ A planner that is away costs nothing but the oldest of it.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -23,6 +25,7 @@ from evolving_node_agent.samples import window_message
 
 _CALL_TIMEOUT_S = 5.0
 _REPORT_MAX = 1000  # samples in one report, and as many windows
+_IDLE_MAX_S = 10.0  # without a report: a planner has something to say, too
 _LAST_RETRY_S = 0.05  # between attempts when the agent leaves
 _EMPTY = IterationWindow()
 
@@ -91,14 +94,17 @@ class WorkReporter:
         period_s: float,
         window_s: float,
         planner: FollowingChannel,
+        answered: Callable[[planner_pb2.ReportWorkResponse], None],
         clock: Clock,
         metrics: Metrics,
     ) -> None:
-        """limit: samples, and windows, kept. window_s: as for `WindowCutter`. planner: goes where one leads."""
+        """limit: samples, and windows, kept. window_s: as for `WindowCutter`. planner: goes where one leads.
+        answered: told what each report was answered."""
         self._partition_id = partition_id
         self._node_id = node_id
         self._period_s = period_s
         self._planner = planner
+        self._answered = answered
         self._clock = clock
         self._samples: _Waiting[planner_pb2.WorkSample] = _Waiting(limit)
         self._windows: _Waiting[planner_pb2.IterationWindow] = _Waiting(limit)
@@ -106,6 +112,7 @@ class WorkReporter:
         self._incarnation = ""  # of the engine's newest life
         self._report: _Report | None = None  # not known to be taken
         self._sequence = 0
+        self._begun_s = -math.inf  # when the last report was made
         self._sending = asyncio.Lock()
         self._failing = False
         self._dropped = 0
@@ -149,7 +156,8 @@ class WorkReporter:
 
     async def farewell(self) -> None:
         """Report what there is, until all of it is taken, or nobody is there to take it."""
-        await self._send_all()
+        if self._unsent:
+            await self._send_all()
         while self._unsent and self._planner.address:
             await self._clock.sleep(_LAST_RETRY_S)
             await self._send_all()
@@ -158,10 +166,16 @@ class WorkReporter:
     def _unsent(self) -> int:
         return len(self._samples) + len(self._windows) + (len(self._report) if self._report is not None else 0)
 
+    @property
+    def _due(self) -> bool:
+        if self._unsent or self._report is not None:
+            return True
+        return bool(self._incarnation) and self._clock.now_s() - self._begun_s >= _IDLE_MAX_S
+
     async def _send_all(self) -> None:
-        """Until nothing waits, or a planner does not answer."""
+        """Until nothing waits, or a planner does not answer. Where there was nothing for long, a report of that."""
         async with self._sending:
-            while self._unsent and await self._send():
+            while self._due and await self._send():
                 pass
 
     async def _send(self) -> bool:
@@ -171,9 +185,10 @@ class WorkReporter:
             return False
         if self._report is None:
             self._sequence += 1
+            self._begun_s = self._clock.now_s()
             self._report = _Report(self._incarnation, self._sequence, self._samples.take(), self._windows.take())
         try:
-            await planner_pb2_grpc.PlannerServiceStub(channel).ReportWork(
+            answer = await planner_pb2_grpc.PlannerServiceStub(channel).ReportWork(
                 self._request(self._report), timeout=_CALL_TIMEOUT_S
             )
         except grpc.aio.AioRpcError as error:
@@ -183,6 +198,7 @@ class WorkReporter:
             self._dropped += len(self._report)  # it would be refused again
         else:
             self._failing = False
+            self._answered(answer)
         self._report = None
         return True
 
