@@ -104,9 +104,9 @@ class Client:
         return (await self.get_split()).leader_address == self.address
 
     async def decisions(self, kind: str = "", *, with_evaluations: bool = False) -> list[planner_pb2.Decision]:
-        """All that are kept of a kind, newest first."""
+        """All that are kept of a kind, newest first. Waits until the planner answers."""
         request = planner_pb2.ListDecisionsRequest(page_size=1000, with_evaluations=with_evaluations)
-        answer = await self.public.ListDecisions(request, timeout=WAIT_S)
+        answer = await answered(lambda: self.public.ListDecisions(request, timeout=WAIT_S, wait_for_ready=True))
         return [decision for decision in answer.decisions if not kind or decision.kind == kind]
 
 

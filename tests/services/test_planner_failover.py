@@ -109,8 +109,7 @@ async def refuses_as_follower(follower: PlannerProcess, leader_address: str) -> 
 
 
 async def history(of: PlannerProcess) -> list[str]:
-    answer = await of.client.public.ListDecisions(planner_pb2.ListDecisionsRequest(), timeout=10)
-    return [decision.reason for decision in answer.decisions]
+    return [decision.reason for decision in await of.client.decisions()]
 
 
 async def follow_splits(store: EtcdStore, seen: list[Split]) -> None:
@@ -281,8 +280,7 @@ async def test_the_decision_of_a_leader_that_died_before_keeping_it_is_found_by_
         async with planner(etcd) as (_, client):
 
             async def decided() -> bool:
-                answer = await client.public.ListDecisions(planner_pb2.ListDecisionsRequest(), timeout=10)
-                return len(answer.decisions) == 1
+                return len(await client.decisions()) == 1
 
             await eventually(decided)
         assert (await store.get(KEYS.decision(0))) is not None
@@ -294,12 +292,10 @@ async def test_the_decision_of_a_leader_that_died_before_keeping_it_is_found_by_
         async with planner(etcd) as (_, client):
 
             async def found() -> bool:
-                answer = await client.public.ListDecisions(planner_pb2.ListDecisionsRequest(), timeout=10)
-                return [d.epoch_after for d in answer.decisions] == [split.epoch + 1, split.epoch]
+                return [d.epoch_after for d in await client.decisions()] == [split.epoch + 1, split.epoch]
 
             await eventually(found)
-            newest = (await client.public.ListDecisions(planner_pb2.ListDecisionsRequest(), timeout=10)).decisions[0]
-            assert newest.reason.startswith("orphan")
+            assert (await client.decisions())[0].reason.startswith("orphan")
 
 
 async def test_without_etcd_reads_go_on_and_nothing_is_written(etcd: Etcd) -> None:
