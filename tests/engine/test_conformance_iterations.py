@@ -114,7 +114,7 @@ async def test_requests_at_once_over_both_phases(nodes: list[Node]) -> None:
         assert window.decode.expert_share == 0, "both models are dense"
 
 
-@pytest.mark.parametrize("lengths", [(11.5,), (0.4, 0.7, 1.3, 0.05, 2.2) * 3], ids=["long", "short"])
+@pytest.mark.parametrize("lengths", [(11.5,), (0.4, 0.7, 1.3, 0.05, 2.2)], ids=["long", "short"])
 async def test_a_decode_iteration_between_any_two_that_compute_prompts(
     nodes: list[Node], lengths: tuple[float, ...]
 ) -> None:
@@ -137,7 +137,7 @@ async def test_a_decode_iteration_between_any_two_that_compute_prompts(
             await prefill_only(node, prompt(seed + place, max(1, int(length * chunk))))
 
     watching = asyncio.create_task(watch())
-    decoding = asyncio.create_task(serve(node, node, prompt(seed - 1, 70), 1500))
+    decoding = asyncio.create_task(serve(node, node, prompt(seed - 1, 70), 600))
     try:
         await node.until_decoding(1)
         await asyncio.gather(one_by_one(), *(prefill_only(node, prompt(seed + 50 + each, 9)) for each in range(5)))
