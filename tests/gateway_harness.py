@@ -427,7 +427,7 @@ async def bench(*node_ids: str, directory: bool = True, **settings: object) -> A
             async with open_channel(service.address) as channel:
                 stub = gateway_pb2_grpc.GatewayServiceStub(channel)
                 if node_ids:
-                    await _all_ready(stub, len(node_ids))
+                    await all_ready(stub, len(node_ids))
                 yield Bench(store, nodes, scripted, service, stub, channel)
         finally:
             for node in nodes.values():
@@ -447,7 +447,8 @@ async def _stop_all(nodes: Mapping[str, ScriptedNode]) -> None:
             await node.die()
 
 
-async def _all_ready(stub: gateway_pb2_grpc.GatewayServiceAsyncStub, count: int) -> None:
+async def all_ready(stub: gateway_pb2_grpc.GatewayServiceAsyncStub, count: int) -> None:
+    """Wait until the gateway has so many nodes that serve."""
     async with asyncio.timeout(WAIT_S):
         while True:
             models = (await stub.ListModels(gateway_pb2.ListModelsRequest())).models

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
+from evolving.core.errors import InvalidArgument
 from evolving.core.terms import Role
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.core.work import PrefillWork
@@ -21,6 +22,7 @@ from evolving.runtime.log import get_logger
 from evolving.runtime.metrics import Metrics
 from evolving.runtime.store import Store, StoreUnavailable, Versioned
 from evolving.runtime.tasks import end_tasks
+from evolving.wire.timemodel import decode_from_proto, prefill_from_proto
 
 _StatusCall = grpc.aio.UnaryStreamCall[node_agent_pb2.WatchStatusRequest, node_agent_pb2.WatchStatusResponse]
 
@@ -63,6 +65,11 @@ class Node:
     decode_arriving: dict[str, DecodeArriving] = field(default_factory=dict)  # decode legs it does not cover in full
     legs: int = 0  # legs of this gateway running there
     task: asyncio.Task[None] | None = None
+    prefill_coefficients: PrefillCoefficients = field(init=False)  # equation 1 on this node
+    decode_coefficients: DecodeCoefficients = field(init=False)  # equation 2
+
+    def __post_init__(self) -> None:
+        self._take_model(self.status)
 
     @property
     def node_id(self) -> str:
@@ -79,16 +86,6 @@ class Node:
     def new_tokens_per_iteration(self) -> float:
         """ū: observed, else the chunk size."""
         return self.status.new_tokens_per_iteration or float(self.registration.chunk_tokens)
-
-    @property
-    def prefill_coefficients(self) -> PrefillCoefficients:
-        """Equation 1 on this node."""
-        return PrefillCoefficients(*self.registration.prefill_coefficients)
-
-    @property
-    def decode_coefficients(self) -> DecodeCoefficients:
-        """Equation 2 on this node."""
-        return DecodeCoefficients(*self.registration.decode_coefficients)
 
     @property
     def slots_free(self) -> int:
@@ -139,7 +136,9 @@ class Node:
 
     def take_status(self, status: node_agent_pb2.WatchStatusResponse) -> None:
         """A new status: it covers the legs acknowledged, the slots reserved and the decodes started before it."""
-        self.status = status
+        before, self.status = self.status, status
+        if _model_of(before) != _model_of(status):
+            self._take_model(status)
         self.wait_s = status.wait_s
         self.arriving = {name: leg for name, leg in self.arriving.items() if not leg.acknowledged}
         self.decode_arriving = {name: leg for name, leg in self.decode_arriving.items() if not leg.started}
@@ -151,6 +150,24 @@ class Node:
         if (leg := self.arriving.get(leg_id)) is not None:
             leg.acknowledged = True
         self.wait_s = wait_s
+
+    def _take_model(self, status: node_agent_pb2.WatchStatusResponse) -> None:
+        """What the node says was fitted; as registered where it says nothing, or what can't be."""
+        facts = self.registration
+        experts = (min(facts.experts_per_token, facts.experts), facts.experts)
+        self.prefill_coefficients = PrefillCoefficients(*facts.prefill_coefficients)
+        self.decode_coefficients = DecodeCoefficients(*facts.decode_coefficients, *experts)
+        try:
+            if status.prefill_coefficients_s:
+                self.prefill_coefficients = prefill_from_proto(status.prefill_coefficients_s)
+            if status.decode_coefficients_s:
+                self.decode_coefficients = decode_from_proto(status.decode_coefficients_s, *experts)
+        except InvalidArgument as error:
+            _log.warning("time_model_ignored", node_id=facts.node_id, error=str(error))
+
+
+def _model_of(status: node_agent_pb2.WatchStatusResponse) -> tuple[list[float], list[float]]:
+    return list(status.prefill_coefficients_s), list(status.decode_coefficients_s)
 
 
 class Cluster:
