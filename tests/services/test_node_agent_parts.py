@@ -334,7 +334,15 @@ async def test_a_report_sent_again_keeps_its_number_and_incarnation() -> None:
     planner.go_to(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
     await server.start()
     reporter = WorkReporter(
-        "p0", "n", limit=10, period_s=0.01, window_s=1.0, planner=planner, clock=SystemClock(), metrics=Metrics()
+        "p0",
+        "n",
+        limit=10,
+        period_s=0.01,
+        window_s=1.0,
+        planner=planner,
+        answered=lambda _: None,
+        clock=SystemClock(),
+        metrics=Metrics(),
     )
     reporter.begin_life("first")
     reporter.add(decode_sample("r1", 1, 1, 5.0, 0.0))
