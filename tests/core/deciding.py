@@ -34,7 +34,7 @@ class _Life:
     def __init__(self, seed: int) -> None:
         self._draw = random.Random(seed)
         kinds = [
-            node_model(self._draw.uniform(0.5, 2), self._draw.uniform(0.5, 2)) for _ in range(1 + 2 * (seed % 4 == 0))
+            node_model(self._draw.uniform(0.5, 2), self._draw.uniform(0.5, 2)) for _ in range(1 + 2 * (seed % 3 == 0))
         ]
         self._models = {node: self._draw.choice(kinds) for node in NINE}
         self._live = set(NINE[:6])  # comes in another order in each process
