@@ -27,7 +27,7 @@ CHUNK_TOKENS = 256
 OUTPUT_TOKENS = 12
 _FIRST_TOKENS = (32, 49)  # of a context's first prompt
 _MORE_TOKENS = (8, 25)  # added to it each turn
-_TOOL_S = (0.05, 0.3)  # between an answer and the next turn
+_TOOL_S = (0.5, 1.5)  # between an answer and the next turn; longer than a block takes from L1 to L2
 _IDS = (300, 30_000)  # ordinary ids of both engines' vocabularies
 POLL_S = 0.02
 
