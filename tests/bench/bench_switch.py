@@ -10,11 +10,11 @@ node's status stream, and the clients: by the first token of a prefill on that n
 the first token that node decoded.
 
 Lost reuse is the share of prompt tokens whose KV some earlier request produced and that are computed again, with
-switches and without. Two losses that no switch causes are kept out. Gateways fetch all that peers hold (--fetch always):
-by time alone (--fetch sooner) they compute some of it anew, with switches and without, because a node's configured time
-model is of a core of its own while the rate of its fetches is measured where three engines share two cores. And a tool
-takes an agent half a second or more, so that what an answer added lies in host memory, where peers can read it, by its
-next turn.
+switches and without. Two losses that no switch causes are kept out. Gateways fetch all that peers hold (--fetch
+always): by time alone (--fetch sooner) they compute some of it anew, with switches and without, because a node's
+configured time model is of a core of its own while the rate of its fetches is measured where three engines share two
+cores. And a tool takes an agent half a second or more, so that what an answer added lies in host memory, where peers
+can read it, by its next turn.
 
 Upstream's nodes are switched by its POST /pd_role_switch: asked at once, and where it refuses because the node is busy,
 drained and asked again. Its seconds are from the first asking to a token of the new role, as it does not tell how long
