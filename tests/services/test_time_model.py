@@ -27,6 +27,7 @@ from evolving.runtime.clock import ManualClock, SystemClock
 from evolving.runtime.following import FollowingChannel
 from evolving.runtime.metrics import Metrics
 from evolving.runtime.service import Service
+from evolving.runtime.tasks import end_tasks
 from evolving.v1 import gateway_pb2, gateway_pb2_grpc
 from evolving.wire.timemodel import decode_from_proto, prefill_from_proto
 from evolving_gateway.__main__ import serve
@@ -118,21 +119,22 @@ async def test_a_node_with_nothing_to_say_asks_every_ten_seconds(etcd: Etcd) -> 
     async with scripted_planner(etcd) as leading, open_store(etcd) as store:
         found = await store.get(KEYS.leader("planner"))
         assert found is not None
-        running_reports = asyncio.create_task(reporter.run())
-        for _ in range(12):
-            await clock.advance(1.0)  # nobody leads, and the engine was never up
-        planner_channel.go_to(found.value.decode())
-        await clock.advance(1.0)
-        assert not leading.reports
-        reporter.begin_life("one")
-        for at in range(1, 4):
+        reports = asyncio.create_task(reporter.run())
+        try:
+            for _ in range(12):
+                await clock.advance(1.0)  # nobody leads, and the engine was never up
+            planner_channel.go_to(found.value.decode())
             await clock.advance(1.0)
-            await eventually(lambda at=at: len(answers) == at)  # type: ignore[misc]
-            await clock.advance(9.0)
-            assert len(leading.reports) == at
-        running_reports.cancel()
-        await asyncio.gather(running_reports, return_exceptions=True)
-        await planner_channel.close()
+            assert not leading.reports
+            reporter.begin_life("one")
+            for at in range(1, 4):
+                await clock.advance(1.0)
+                await eventually(lambda at=at: len(answers) == at)  # type: ignore[misc]
+                await clock.advance(9.0)
+                assert len(leading.reports) == at
+        finally:
+            await end_tasks(reports)
+            await planner_channel.close()
     assert [(report.sequence, len(report.samples)) for report in leading.reports] == [(1, 0), (2, 0), (3, 0)]
 
 
