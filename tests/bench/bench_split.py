@@ -56,6 +56,7 @@ class Planned:
     gate: str
     switches: tuple[Switch, ...]
     reasons: tuple[str, ...]  # of every decision, in order
+    oldest_open_s: float  # at the end: how long the request that was open longest had been
 
     def stands_at(self, now_s: float) -> str:
         """The split in force after what was decided up to then."""
@@ -71,7 +72,8 @@ def plan(scenario: Scenario, end_s: float) -> Planned:
     assert run.planner is not None
     assert scenario.planner is not None
     reasons = tuple(decision.reason for decision in run.planner.decisions)
-    return Planned(str(scenario.shape), scenario.planner.planner.gate.value, tuple(run.planner.switches), reasons)
+    gate, switches = scenario.planner.planner.gate.value, tuple(run.planner.switches)
+    return Planned(str(scenario.shape), gate, switches, reasons, run.cluster.oldest_open_s())
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,6 +99,11 @@ class SimCluster:
         self._count_open(0)
         return self._open_s
 
+    def oldest_open_s(self) -> float:
+        """How long the request has been open that has been longest, seconds; 0: none is open."""
+        requests = [leg.request for leg in (*self._prefills.values(), *self._decodes.values())]
+        return max((self.events.now_s - request.sent_s for request in requests), default=0.0)
+
     def _count_open(self, change: int) -> None:
         self._open_s += self.open_requests * (self.events.now_s - self._open_until_s)
         self._open_until_s = self.events.now_s
