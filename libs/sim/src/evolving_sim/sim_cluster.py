@@ -101,7 +101,7 @@ class SimCluster:
 
     def oldest_open_s(self) -> float:
         """How long the request has been open that has been longest, seconds; 0: none is open."""
-        requests = [leg.request for leg in (*self._prefills.values(), *self._decodes.values())]
+        requests = [leg.request for leg in self._prefills.values()] + [leg.request for leg in self._decodes.values()]
         return max((self.events.now_s - request.sent_s for request in requests), default=0.0)
 
     def _count_open(self, change: int) -> None:
