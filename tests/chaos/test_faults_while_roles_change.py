@@ -52,7 +52,7 @@ class Scene:
 
     async def flows(self) -> None:
         """Requests finish and roles change, whatever was done."""
-        await asyncio.gather(*(progress(load, 6) for load in self.loads), self.changes.go_on())
+        await asyncio.gather(*(progress(load, 4) for load in self.loads), self.changes.go_on())
 
     async def prefilling(self) -> tuple[str, Asked, asyncio.Task[Finished]]:
         """A node, and a request whose prompt it computes right now."""
