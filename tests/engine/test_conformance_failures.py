@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -256,6 +257,40 @@ async def test_no_slot_within_the_deadline(start: Starter) -> None:
         assert isinstance(await waiting.error(), DecodeLost)
         await target.engine.abort(first[1].leg_id)
         await all_room_is_back(source, target)
+
+
+async def test_where_a_decode_leg_never_reserved_another_gets_the_same_kv(start: Starter) -> None:
+    """However the first one ends: aborted, without room, or with its engine; and on whichever node either is."""
+    async with start("a", "b", decode_slots=1) as (source, target):
+        ways = [("aborted", target, source), ("no room", source, target), ("killed", target, source)]
+        for seed, (how, first, then) in enumerate(ways, start=160):
+            slot_job, slot_decode_job = jobs(first, prompt(seed, 60), greedy(FOREVER))
+            slot_taken = [Leg(first.engine.prefill(slot_job)), Leg(first.engine.decode(slot_decode_job))]
+            await slot_taken[1].until(Started)
+            prefill_job, decode_job = jobs(
+                source, prompt(10 * seed, 300), greedy(8), reserve_deadline_s=0.5 if how == "no room" else 1000.0
+            )
+            prefill = Leg(source.engine.prefill(prefill_job))
+            await prefill.until(Taken)
+            decode = Leg(first.engine.decode(decode_job))
+            await prefill.until(Prefilled)
+            if how == "aborted":
+                assert await first.engine.abort(decode_job.leg_id)
+            elif how == "killed":
+                kill(first)
+            left = {"aborted": Aborted, "no room": NoRoom, "killed": EngineDown}[how]
+            assert isinstance(await decode.error(), left)
+            assert decode.events == []
+            again = Leg(then.engine.decode(replace(decode_job, leg_id=f"{decode_job.leg_id}-again")))
+            assert await again.error() is None
+            assert await prefill.error() is None
+            (prefilled,) = [event for event in prefill.events if isinstance(event, Prefilled)]
+            ids = [token for event in again.events if isinstance(event, Tokens) for token in event.ids.tolist()]
+            undisturbed = await serve(source, source if how == "killed" else then, prompt(10 * seed, 300), 8)
+            assert [prefilled.first_token, *ids] == undisturbed.ids
+            await first.engine.abort(slot_decode_job.leg_id)
+            await asyncio.gather(*(leg.error() for leg in slot_taken))
+        await all_room_is_back(source)
 
 
 async def test_a_slot_that_frees_is_taken(start: Starter) -> None:

@@ -7,6 +7,9 @@ never reaches it. Token ids are numpy uint32 arrays, block names are the first 1
 A request has two legs. The *prefill leg* computes the prompt's KV and samples the first token; the *decode leg*
 fetches that KV from the prefill leg (by `transfer_id`) and produces tokens from index 1 on. Both legs may run on one
 node; then no bytes move.
+
+A decode leg that ends before it is Reserved, however it does, leaves the prefill leg as it was: another one may come
+for the same KV, here or elsewhere. From then until the KV has changed hands, the end of one leg ends the other.
 """
 
 from __future__ import annotations
@@ -76,7 +79,7 @@ class PrefillJob:
     priority: int = 0  # larger goes first among queued legs
     holders: tuple[Holder, ...] = ()
     fetch_deadline_s: float = 5.0  # how long the leg is held up for it at most; what has not come then is computed
-    keep_s: float = 30.0  # how long computed KV waits for a decode leg before it is dropped
+    keep_s: float = 30.0  # how long computed KV is held while there is no decode leg for it
     blocks: HashedTokens | None = None  # the full blocks of `tokens`, where they are named already
 
 
@@ -272,7 +275,7 @@ class SourceLost(EngineError):
 
 
 class DecodeLost(EngineError):
-    """The decode leg, or its node, went away, or none came within `keep_s`."""
+    """The decode leg that had reserved, or its node, went away; or there was none for `keep_s`."""
 
 
 class Aborted(EngineError):

@@ -16,8 +16,8 @@ from evolving_node_agent.engines.mock.config import MockConfig
 from evolving_node_agent.engines.mock.faults import Faults
 from evolving_node_agent.engines.mock.fetch import fetch, offered_blocks, serve_reads
 from evolving_node_agent.engines.mock.life import Life
-from evolving_node_agent.engines.mock.transfer import dismiss, dismissed, pull, serve_pull
-from evolving_node_agent.engines.mock.transport import Connection, Disconnected, Dismiss, Pull, Read
+from evolving_node_agent.engines.mock.transfer import dismiss, dismissed, pull, serve_claim
+from evolving_node_agent.engines.mock.transport import Claim, Connection, Disconnected, Dismiss, Read
 from evolving_node_agent.engines.port import (
     Aborted,
     DecodeEvent,
@@ -249,8 +249,8 @@ class MockEngine:
 async def _serve(life: Life, connection: Connection) -> None:
     try:
         match await connection.receive():
-            case Pull() as request:
-                await serve_pull(life, connection, request)
+            case Claim() as claim:
+                await serve_claim(life, connection, claim)
             case Dismiss(transfer_id):
                 dismissed(life, transfer_id)
             case Read() as request:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from evolving_node_agent.engines.claims import Claims
 from evolving_node_agent.engines.mock.context import ContextKv
 from evolving_node_agent.engines.mock.fetching import LegFetch
 from evolving_node_agent.engines.port import (
@@ -77,7 +78,8 @@ class PrefillLeg:
     taken_s: float = 0.0  # clock when it left the queue
     cached: CachedTokens = field(default_factory=CachedTokens)
     first_token: int = 0
-    pulled: bool = False  # a decode leg has come for it
+    claims: Claims = field(default_factory=Claims)
+    pulled: bool = False  # a decode leg that has its room has come for it
     partner: DecodeLeg | None = None  # the decode leg on this node that waits for it
     ready: asyncio.Event = field(default_factory=asyncio.Event)  # computed and held
     tasks: list[asyncio.Task[None]] = field(default_factory=list)  # cancelled when the leg is over
@@ -100,7 +102,7 @@ class DecodeLeg:
     job: DecodeJob
     kv: ContextKv
     output: list[int]  # ids drawn so far, earlier attempts included; the last one has no KV yet
-    dismiss: Callable[[DecodeJob], Coroutine[None, None, None]]  # tells the source that nobody will come
+    dismiss: Callable[[DecodeJob], Coroutine[None, None, None]]  # tells the source that it ended
     events: EventStream[DecodeEvent] = field(default_factory=EventStream)
     stage: DecodeStage = DecodeStage.RESERVING
     cached_blocks: int = 0

@@ -121,15 +121,15 @@ class Life:
         pull: Callable[[DecodeLeg], Coroutine[None, None, None]],
         dismiss: Callable[[DecodeJob], Coroutine[None, None, None]],
     ) -> DecodeLeg:
-        """Take a decode leg. `pull` runs once it has room, `dismiss` if it ends before its KV is here. Raises Rejected,
-        EngineDown."""
+        """Take a decode leg. `pull` runs beside; `dismiss` if the leg has room and ends before its KV is here. Raises
+        Rejected, EngineDown."""
         self._check(job)
         kv = ContextKv(self.cache, self.config, Use.DECODE, job)
         leg = DecodeLeg(job, kv, generated_tokens(job), dismiss)
         self.legs[job.leg_id] = leg
         self._reserving.append(leg)
         leg.tasks.append(self._spawn(self._expire_reservation(leg)))
-        leg.tasks.append(self._spawn(self._pull_when_reserved(leg, pull)))
+        leg.tasks.append(self._spawn(pull(leg)))
         self._admit_decodes()
         self.publish()
         return leg
@@ -156,7 +156,7 @@ class Life:
             leg.stage = PrefillStage.OVER
             self.transfers.withdraw(leg)
         else:
-            if leg.stage is not DecodeStage.RUNNING and self._down is None and not isinstance(error, SourceLost):
+            if leg.stage is DecodeStage.PULLING and self._down is None and not isinstance(error, SourceLost):
                 self._spawn(leg.dismiss(leg.job))
             leg.stage = DecodeStage.OVER
         for legs in (self._running, self._reserving, self._batch):
@@ -221,7 +221,7 @@ class Life:
     def kill(self, error: EngineDown) -> None:
         """Every leg ends with `error` and all readers with the last they have."""
         self.shut(error)
-        for leg in list(self.legs.values()):
+        for leg in [*self._reserving, *self.legs.values()]:  # nobody gets the room that another one leaves
             self.end(leg, error)
         for task in self._tasks:
             task.cancel()
@@ -379,7 +379,7 @@ class Life:
         self._wake.set()
 
     async def _expire_holding(self, leg: PrefillLeg) -> None:
-        await self.clock.sleep(leg.job.keep_s)
+        await leg.claims.none_for(leg.job.keep_s, self.clock)
         if not leg.pulled:
             self.end(leg, DecodeLost(f"no decode leg came within {leg.job.keep_s} s"))
 
@@ -387,12 +387,6 @@ class Life:
         await self.clock.sleep(leg.job.reserve_deadline_s)
         if leg.stage is DecodeStage.RESERVING:
             self.end(leg, NoRoom(f"no room within {leg.job.reserve_deadline_s} s"))
-
-    async def _pull_when_reserved(
-        self, leg: DecodeLeg, pull: Callable[[DecodeLeg], Coroutine[None, None, None]]
-    ) -> None:
-        await leg.reserved.wait()
-        await pull(leg)
 
     # -- what others see
 

@@ -1,6 +1,7 @@
 """Bringing a prompt's KV from its prefill leg to its decode leg, both ends. On one node nothing is sent.
 
-Whoever's leg ends closes the connection, and that ends the other leg: with SourceLost or DecodeLost.
+A decode leg claims the KV first and asks for it once it has room. From then on whoever's leg ends closes the
+connection, and that ends the other leg: with SourceLost or DecodeLost.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from evolving_node_agent.engines.mock.legs import DecodeLeg, PrefillLeg
+from evolving_node_agent.engines.mock.legs import DecodeLeg, PrefillLeg, PrefillStage
 from evolving_node_agent.engines.mock.life import Life
 from evolving_node_agent.engines.mock.transport import (
+    Claim,
     Connection,
     Damaged,
     Disconnected,
@@ -32,7 +34,7 @@ _RESENDS = 3  # rounds of pages that came damaged; then the link is given up
 
 
 async def pull(life: Life, leg: DecodeLeg) -> None:
-    """Bring the prompt's KV to `leg` and start it, or end it with SourceLost."""
+    """Claim the prompt's KV, bring it to `leg` once it has room, and start it; or end it with SourceLost."""
     if leg.job.source_address == life.address:
         await _take_over(life, leg)
         return
@@ -47,7 +49,8 @@ async def pull(life: Life, leg: DecodeLeg) -> None:
 
 
 async def dismiss(life: Life, job: DecodeJob) -> None:
-    """Tell a prefill leg that its decode leg ended before it could come. If that fails, `keep_s` ends it."""
+    """Tell a prefill leg that its decode leg, which had its room, ended before it could come. If that fails, `keep_s`
+    ends it."""
     if job.source_address == life.address:
         dismissed(life, job.transfer_id)
         return
@@ -62,7 +65,7 @@ async def dismiss(life: Life, job: DecodeJob) -> None:
 
 
 def dismissed(life: Life, transfer_id: int) -> None:
-    """No decode leg will come. One that came already speaks for itself by its connection."""
+    """Its decode leg will not come. One that came already speaks for itself by its connection."""
     leg = life.transfers.get(transfer_id)
     if leg is not None and not leg.pulled:
         life.end(leg, DecodeLost("the decode leg ended"))
@@ -71,7 +74,13 @@ def dismissed(life: Life, transfer_id: int) -> None:
 async def _take_over(life: Life, leg: DecodeLeg) -> None:
     """Both legs are here: the prompt's blocks are shared, and only its incomplete page is copied."""
     source = await life.transfers.find(leg.job.transfer_id)
-    if source is None or source.pulled:
+    if source is not None:
+        source.claims.add(leg)
+        try:
+            await leg.reserved.wait()
+        finally:
+            source.claims.discard(leg)
+    if source is None or source.pulled or source.stage is PrefillStage.OVER:
         life.end(leg, SourceLost(f"no prefill leg offers transfer {leg.job.transfer_id}"))
         return
     source.pulled = True
@@ -84,7 +93,9 @@ async def _take_over(life: Life, leg: DecodeLeg) -> None:
 
 
 async def _pull_over(life: Life, leg: DecodeLeg, connection: Connection) -> None:
-    await connection.send(Pull(leg.job.transfer_id, life.config.kv_format, leg.cached_blocks))
+    await connection.send(Claim(leg.job.transfer_id))
+    await leg.reserved.wait()
+    await connection.send(Pull(life.config.kv_format, leg.cached_blocks))
     wanted = range(leg.cached_blocks, life.config.pages(len(leg.job.tokens)))
     got: dict[int, bytes] = {}
     held = 0  # pages that came by name alone
@@ -119,13 +130,31 @@ async def _pull_over(life: Life, leg: DecodeLeg, connection: Connection) -> None
                 raise Disconnected(f"unexpected {type(message).__name__}")
 
 
-async def serve_pull(life: Life, connection: Connection, pull: Pull) -> None:
-    """Send a prefill leg's KV once it is computed. Whatever breaks before `Landed` ends the leg with DecodeLost."""
-    leg = await life.transfers.find(pull.transfer_id)
-    if leg is None or leg.pulled or pull.kv_format != life.config.kv_format:
-        await connection.send(Failed(f"no prefill leg offers transfer {pull.transfer_id}"))
+async def serve_claim(life: Life, connection: Connection, claim: Claim) -> None:
+    """Keep a prefill leg's KV for a decode leg until that asks for it, and send it once it is computed.
+
+    Whatever breaks between Pull and Landed ends the prefill leg with DecodeLost, nothing before that does.
+    """
+    leg = await life.transfers.find(claim.transfer_id)
+    if leg is None:
+        await connection.send(Failed(f"no prefill leg offers transfer {claim.transfer_id}"))
         return
-    leg.pulled = True
+    leg.claims.add(connection)
+    try:
+        pull = await connection.receive(patient=True)
+        if not isinstance(pull, Pull):
+            raise Disconnected(f"unexpected {type(pull).__name__}")
+        offered = not leg.pulled and leg.stage is not PrefillStage.OVER
+        if not offered or pull.kv_format != life.config.kv_format:
+            await connection.send(Failed(f"no prefill leg offers transfer {claim.transfer_id}"))
+            return
+        leg.pulled = True
+    finally:
+        leg.claims.discard(connection)
+    await _serve_pull(life, leg, connection, pull)
+
+
+async def _serve_pull(life: Life, leg: PrefillLeg, connection: Connection, pull: Pull) -> None:
     inbox: asyncio.Queue[Message] = asyncio.Queue()
     listener = asyncio.create_task(_listen(life, leg, connection, inbox))
     serving = asyncio.current_task()

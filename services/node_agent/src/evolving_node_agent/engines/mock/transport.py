@@ -19,16 +19,21 @@ _HEADER = struct.Struct("<II")
 _MAX_FRAME_BYTES = 64 * 1024 * 1024
 
 
-class Pull(msgspec.Struct, tag="pull", frozen=True):
-    """Decode leg → prefill leg: send the prompt's KV from block `first_block` on, when it is there."""
+class Claim(msgspec.Struct, tag="claim", frozen=True):
+    """Decode leg → prefill leg: keep the KV for as long as this connection stands; a Pull will follow."""
 
     transfer_id: int
+
+
+class Pull(msgspec.Struct, tag="pull", frozen=True):
+    """Decode leg → prefill leg it claimed: send the prompt's KV from block `first_block` on, when it is there."""
+
     kv_format: str
     first_block: int
 
 
 class Dismiss(msgspec.Struct, tag="dismiss", frozen=True):
-    """Decode node → prefill leg: the decode leg ended before it came for the KV."""
+    """Decode node → prefill leg: the decode leg that had its room ended before the KV was there."""
 
     transfer_id: int
 
@@ -84,7 +89,7 @@ class Damaged(msgspec.Struct, tag="damaged", frozen=True):
     """Never sent: stands for a frame whose checksum was wrong."""
 
 
-Message = Pull | Dismiss | Waiting | Page | Held | PagesEnd | Resend | Landed | Failed | Read | Damaged
+Message = Claim | Pull | Dismiss | Waiting | Page | Held | PagesEnd | Resend | Landed | Failed | Read | Damaged
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 _encoder = msgspec.msgpack.Encoder()
 
