@@ -16,9 +16,11 @@ from evolving.runtime.keys import encode
 from evolving.runtime.memory_store import MemoryStore
 from evolving.runtime.metrics import Metrics
 from evolving.v1 import gateway_pb2
-from evolving_gateway.attempt import Attempt, Job, LegFailed, NewTokens, Plan, Queued
+from evolving_gateway.attempt import Attempt
+from evolving_gateway.leg_events import LegFailed, NewTokens, Queued
 from evolving_gateway.metrics import GatewayMetrics
 from evolving_gateway.nodes import Cluster
+from evolving_gateway.plan import Job, Plan
 from evolving_gateway.router import NOWHERE, Router
 from evolving_gateway.settings import GatewaySettings
 
@@ -36,7 +38,8 @@ async def attempt(node: ScriptedNode | None = None) -> AsyncIterator[tuple[Attem
         cluster = Cluster(store, KEYS, SystemClock(), Metrics(), token=None, max_message_bytes=1 << 20, silence_s=10.0)
         watching = asyncio.create_task(cluster.watch_nodes())
         await eventually(lambda: "n" in cluster.nodes and cluster.nodes["n"].ready)
-        router = Router(cluster, GatewaySettings().routing(), GatewayMetrics(Metrics()))
+        metrics = GatewayMetrics(Metrics())
+        router = Router(cluster, GatewaySettings().routing(), metrics)
         model = router.model("")
         score = router.prefill(model, Context("r", len(PROMPT), BLOCK_TOKENS), NOWHERE, {}).chosen
         assert score is not None
@@ -45,7 +48,7 @@ async def attempt(node: ScriptedNode | None = None) -> AsyncIterator[tuple[Attem
                   priority=0, branch_id="", version=0, reserve_deadline_s=5.0)  # fmt: skip
         plan = Plan(cluster.nodes["n"], score, NOWHERE, [], [], may_requote=False, excluded_decode={}, timeout_s=60.0)
         try:
-            yield Attempt(job, plan, cluster, router), cluster
+            yield Attempt(job, plan, cluster, router, metrics), cluster
         finally:
             node.script.take.set()
             await cluster.close()

@@ -13,9 +13,9 @@ from evolving.core.blocks import hash_tokens
 from evolving.core.contexts import Contexts
 from evolving.runtime.errors import InvalidRequest
 from evolving.v1 import gateway_pb2
-from evolving_gateway.attempt import LegFailed
 from evolving_gateway.errors import NoNode, QueueFull, RequestConflict
 from evolving_gateway.known import KnownRequests
+from evolving_gateway.leg_events import LegFailed
 from evolving_gateway.recovery import Recovery
 from evolving_gateway.router import ModelFacts
 from evolving_gateway.settings import GatewaySettings

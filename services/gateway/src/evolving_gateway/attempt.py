@@ -1,5 +1,7 @@
 """One attempt at a request: a prefill leg on P, a decode leg on D once P took the request, and the hand-off.
 
+Until D has reserved room, another D can take its place: P's KV waits for whichever comes.
+
 The two legs report on two streams; `run` merges them into one, in the order of the output. Leaving `run` (an error, a
 stop text, a client that went away) cancels both streams, which ends both legs within one iteration of their engines.
 """
@@ -9,158 +11,72 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from evolving.core.blocks import TOKEN_BYTES
-from evolving.core.routing import Context, PrefillScore
+from evolving.core.decode_routing import DecodeDecision
+from evolving.core.routing import Context
 from evolving.core.terms import Role
-from evolving.internal.v1 import directory_pb2, node_agent_pb2
+from evolving.internal.v1 import node_agent_pb2
 from evolving.runtime.log import get_logger
 from evolving.runtime.tasks import end_tasks
-from evolving.v1 import gateway_pb2
 from evolving.wire.status import parse_error
+from evolving_gateway.leg_events import (
+    AttemptEvent,
+    Ended,
+    LegEvents,
+    LegFailed,
+    NewTokens,
+    Queued,
+    Requoted,
+    RoleSwitched,
+)
+from evolving_gateway.metrics import GatewayMetrics
 from evolving_gateway.nodes import Arriving, Cluster, DecodeArriving, Node
-from evolving_gateway.router import ModelFacts, Router
+from evolving_gateway.plan import Job, Plan, Report
+from evolving_gateway.router import Router
 from evolving_gateway.token_ids import ids_from_node, to_wire
 
-_LAST_WORD_S = 1.0
-_EVENTS_MAX = 256  # beyond that a slow client slows the engine's stream, by HTTP/2 flow control
+# What no other decode node would change: the request itself is impossible, or has no time left.
+_FINAL = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.DEADLINE_EXCEEDED)
 _log = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What all attempts at a request share."""
-
-    partition_id: str
-    tenant: str
-    request_id: str
-    model: ModelFacts
-    prompt: bytes  # token ids as on the wire
-    root: bytes  # 32 bytes: previous digest of block 0
-    sampling: gateway_pb2.Sampling  # every default filled in; no stop texts
-    priority: int
-    branch_id: str
-    version: int
-    reserve_deadline_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What one attempt starts with."""
+@dataclass(eq=False, slots=True)
+class _DecodeLeg:
+    """A decode leg, the attempt's newest or one that it left."""
 
     node: Node
-    score: PrefillScore
-    match: directory_pb2.Match  # where the context's blocks lay
-    holders: list[node_agent_pb2.Holder]
-    generated: list[int]  # output of earlier attempts
-    may_requote: bool
-    excluded_decode: Mapping[str, str]
-    timeout_s: float  # what is left of the request's deadline
+    leg_id: str
+    arriving: DecodeArriving
+    task: asyncio.Task[None] | None = None
+    left: bool = False
 
-
-@dataclass(slots=True)
-class Report:
-    """What is known of an attempt so far."""
-
-    decode_node_id: str = ""
-    cached: gateway_pb2.CachedTokens = field(default_factory=gateway_pb2.CachedTokens)
-    queue_s: float = 0.0
-    fetch_s: float = 0.0
-    fetch_hidden_s: float = 0.0
-    prefill_s: float = 0.0
-    transfer_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Queued:
-    """P has the request in its queue."""
-
-
-@dataclass(frozen=True, slots=True)
-class NewTokens:
-    """Output ids from position `index` of the request's whole output on."""
-
-    index: int
-    ids: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The output is complete."""
-
-    reason: gateway_pb2.FinishReason.ValueType
-
-
-AttemptEvent = Queued | NewTokens | Ended
-
-
-class Requoted(Exception):
-    """P's queue is much longer than quoted; it did not take the request."""
-
-
-class RoleSwitched(Exception):
-    """P got another role while the request was queued there."""
-
-
-class LegFailed(Exception):
-    """A leg could not go on. `node_id` is whom to avoid next time; "" is nobody."""
-
-    def __init__(
-        self, node_id: str, status: grpc.StatusCode, reason: str, message: str, retry_after_s: float | None = None
-    ) -> None:
-        super().__init__(f"{node_id or 'a node'}: {reason}: {message}")
-        self.node_id = node_id
-        self.status = status
-        self.reason = reason
-        self.message = message
-        self.retry_after_s = retry_after_s
-
-
-class _Events:
-    """From both legs to the attempt; a role switch, or a bug, goes before what is queued."""
-
-    def __init__(self) -> None:
-        self._queue: asyncio.Queue[AttemptEvent | Exception | None] = asyncio.Queue(_EVENTS_MAX)
-        self._interrupt: Exception | None = None
-
-    async def put(self, event: AttemptEvent | Exception) -> None:
-        """Add one, once there is room."""
-        await self._queue.put(event)
-
-    def interrupt(self, error: Exception) -> None:
-        """Nothing but this is got from now on. The first one stays."""
-        if self._interrupt is None:
-            self._interrupt = error
-            if self._queue.empty():
-                self._queue.put_nowait(None)  # wakes who waits in `get`
-
-    async def get(self) -> AttemptEvent | Exception:
-        """The next event."""
-        event = await self._queue.get() if self._interrupt is None else None
-        if self._interrupt is not None:
-            return self._interrupt
-        assert event is not None, "only an interrupt wakes without an event"
-        return event
+    @property
+    def waits(self) -> bool:
+        """It has no room yet, as far as is known here."""
+        return not self.arriving.reserved
 
 
 class Attempt:
     """Runs once."""
 
-    def __init__(self, job: Job, plan: Plan, cluster: Cluster, router: Router) -> None:
+    def __init__(self, job: Job, plan: Plan, cluster: Cluster, router: Router, metrics: GatewayMetrics) -> None:
         self._job = job
         self._plan = plan
         self._cluster = cluster
         self._router = router
-        self._events = _Events()
+        self._metrics = metrics
+        self._events = LegEvents()
         self._tasks: list[asyncio.Task[None]] = []
-        name = uuid.uuid4().hex
-        self._prefill_leg, self._decode_leg = f"{name}-p", f"{name}-d"
+        self._left: set[asyncio.Task[None]] = set()  # of decode legs that another one took the place of
+        self._name = uuid.uuid4().hex
+        self._prefill_leg = f"{self._name}-p"
         self._transfer_id = secrets.randbits(63)
         self._tokens = job.prompt + to_wire(plan.generated)
         self._taken = False
@@ -168,6 +84,10 @@ class Attempt:
         self._landed = False
         self._finished = False
         self._held: list[AttemptEvent] = []  # of the decode leg, until the first token is known
+        self._decoding: _DecodeLeg | None = None
+        self._decode_legs = 0
+        self._avoid_decode = dict(plan.excluded_decode)
+        self._why_left: LegFailed | RoleSwitched | None = None  # the last decode leg that was left
         self.report = Report()
 
     async def run(self) -> AsyncGenerator[AttemptEvent, None]:
@@ -181,24 +101,25 @@ class Attempt:
                     raise event
                 yield event
                 if isinstance(event, Ended):
-                    if self._finished:  # D has all KV; P's last word on it is a moment away: no reason to abort it
-                        await asyncio.wait(self._tasks, timeout=_LAST_WORD_S)
                     return
         finally:
             stop_listening()
             await end_tasks(*self._tasks)
 
-    def _start(self, node: Node, leg: Coroutine[Any, Any, None]) -> None:
+    def _start(self, node: Node, leg: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a leg. From here on, not from its first step on, its node's channel must stay open."""
         node.legs += 1
         task = asyncio.create_task(leg)
         task.add_done_callback(lambda task: self._leg_ended(node, task))
         self._tasks.append(task)
+        return task
 
     def _leg_ended(self, node: Node, task: asyncio.Task[None]) -> None:
         """A leg's failures are events. Anything else that ends it must end the attempt too, and not leave it waiting:
         a bug, or the cancellation of a call by its channel (once the attempt is over nobody looks at it)."""
         self._cluster.release(node)
+        if task in self._left:
+            return
         if task.cancelled():
             lost = LegFailed(node.node_id, grpc.StatusCode.UNAVAILABLE, "CALL_CANCELLED", "the call was cancelled")
             self._events.interrupt(lost)
@@ -206,8 +127,12 @@ class Attempt:
             self._events.interrupt(error)
 
     def _check_role(self) -> None:
-        """A request in P's queue, or on its way there, leaves when P no longer prefills, if another node does."""
-        if self._taken or self._serves_prefill(self._plan.node):
+        """A request in P's queue, or on its way there, leaves when P no longer prefills, if another node does; one that
+        waits for room in D, when D no longer decodes."""
+        if self._taken:
+            self._check_decode_role()
+            return
+        if self._serves_prefill(self._plan.node):
             return
         if any(self._serves_prefill(node) and node.ready for node in self._router.serving(self._job.model)):
             self._events.interrupt(RoleSwitched())
@@ -291,13 +216,23 @@ class Attempt:
         if self._landed:
             return
         detail = parse_error(error)
-        blamed = self.report.decode_node_id if detail.reason == "DECODE_LOST" else self._plan.node.node_id
+        lost = detail.reason == "DECODE_LOST"
+        if lost and self._lost_in_leaving():
+            return
+        blamed = self.report.decode_node_id if lost else self._plan.node.node_id
         await self._fail(blamed, detail.status, detail.reason, detail.message, detail.retry_after_s)
 
     # -- decode
 
     async def _hand_off(self) -> None:
         """P took the request: choose D now, not before, and let it reserve while P computes."""
+        decision = self._choose_decode()
+        if decision.chosen is None:
+            await self._fail("", grpc.StatusCode.UNAVAILABLE, "NO_NODE", decision.reason)
+        else:
+            self._start_decode(decision)
+
+    def _choose_decode(self) -> DecodeDecision:
         job, plan = self._job, self._plan
         context = Context(
             job.request_id,
@@ -305,39 +240,94 @@ class Attempt:
             job.model.block_tokens,
             output_tokens_max=job.sampling.max_tokens - len(plan.generated),
         )
-        decision = self._router.decode(job.model, context, plan.match, plan.node.node_id, plan.excluded_decode)
-        if decision.chosen is None:
-            await self._fail("", grpc.StatusCode.UNAVAILABLE, "NO_NODE", decision.reason)
-            return
+        return self._router.decode(job.model, context, plan.match, plan.node.node_id, self._avoid_decode)
+
+    def _start_decode(self, decision: DecodeDecision) -> None:
+        """Send a decode leg to the node that was chosen. What the prefill leg holds goes to whichever leg reserves."""
+        assert decision.chosen is not None
         node = self._cluster.nodes[decision.chosen.node_id]
         self.report.decode_node_id = node.node_id
         _log.debug("decode_chosen", node_id=node.node_id, reason=decision.reason, candidates=decision.candidates)
-        self._start(node, self._decode(node, DecodeArriving(context.tokens, decision.chosen.stored_tokens)))
+        self._decode_legs += 1
+        arriving = DecodeArriving(len(self._tokens) // TOKEN_BYTES, decision.chosen.stored_tokens)
+        leg = self._decoding = _DecodeLeg(node, f"{self._name}-d{self._decode_legs}", arriving)
+        leg.task = self._start(node, self._decode(leg))
 
-    async def _decode(self, node: Node, arriving: DecodeArriving) -> None:
-        leg = self._decode_leg
-        node.decode_arriving[leg] = arriving
-        call = node.stub.Decode(self._decode_request(), timeout=self._plan.timeout_s)
+    async def _decode(self, leg: _DecodeLeg) -> None:
+        node = leg.node
+        node.decode_arriving[leg.leg_id] = leg.arriving
+        call = node.stub.Decode(self._decode_request(leg.leg_id), timeout=self._plan.timeout_s)
         try:
             async for response in call:
-                await self._take_decode(node, arriving, response)
+                await self._take_decode(leg, response)
             if not self._finished:
                 await self._fail(node.node_id, grpc.StatusCode.INTERNAL, "STREAM_ENDED", "decode ended early")
         except grpc.aio.AioRpcError as error:
-            detail = parse_error(error)
-            blamed = self._plan.node.node_id if detail.reason == "SOURCE_LOST" else node.node_id
-            await self._fail(blamed, detail.status, detail.reason, detail.message, detail.retry_after_s)
+            await self._decode_broke(leg, error)
         finally:
             call.cancel()
-            node.decode_arriving.pop(leg, None)
+            node.decode_arriving.pop(leg.leg_id, None)
 
-    def _decode_request(self) -> node_agent_pb2.DecodeRequest:
+    async def _decode_broke(self, leg: _DecodeLeg, error: grpc.aio.AioRpcError) -> None:
+        """The attempt fails with a decode leg that had room. For one that had none there may be another node."""
+        if leg.left:
+            return
+        detail = parse_error(error)
+        source_lost = detail.reason == "SOURCE_LOST"
+        if source_lost and self._lost_in_leaving():
+            return
+        blamed = self._plan.node.node_id if source_lost else leg.node.node_id
+        failure = LegFailed(blamed, detail.status, detail.reason, detail.message, detail.retry_after_s)
+        if leg.waits and not source_lost and detail.status not in _FINAL:
+            self._avoid_decode[leg.node.node_id] = detail.reason
+            decision = self._choose_decode()
+            if decision.chosen is not None:
+                self._metrics.moves.labels(detail.reason).inc()
+                self._leave(leg, failure, decision)
+                return
+        await self._events.put(failure)
+
+    # -- leaving a decode node
+
+    def _check_decode_role(self) -> None:
+        leg = self._decoding
+        if leg is None or not leg.waits or self._serves_decode(leg.node):
+            return
+        decision = self._choose_decode()
+        if decision.chosen is not None and self._serves_decode(self._cluster.nodes[decision.chosen.node_id]):
+            self._metrics.reroutes.inc()
+            self._leave(leg, RoleSwitched(), decision)
+
+    def _serves_decode(self, node: Node) -> bool:
+        return self._cluster.role(node) in (Role.DECODE, Role.MIXED)
+
+    def _leave(self, leg: _DecodeLeg, why: LegFailed | RoleSwitched, decision: DecodeDecision) -> None:
+        """End a decode leg that waits, or failed as it did; another takes its place."""
+        assert leg.task is not None, "it runs"
+        reason = why.reason if isinstance(why, LegFailed) else "role switched"
+        _log.info("left_decode_node", node_id=leg.node.node_id, reason=reason)
+        leg.left = True
+        self._why_left = why
+        self._left.add(leg.task)
+        if leg.task is not asyncio.current_task():
+            leg.task.cancel()
+        self._start_decode(decision)
+
+    def _lost_in_leaving(self) -> bool:
+        """Whether the prefill leg went with a decode leg that was left: it had just reserved, and its word of that was
+        still on the way. The attempt is over then, for the reason it was left for."""
+        if self._why_left is None or self._decoding is None or not self._decoding.waits:
+            return False
+        self._events.interrupt(self._why_left)
+        return True
+
+    def _decode_request(self, leg_id: str) -> node_agent_pb2.DecodeRequest:
         job, plan = self._job, self._plan
         return node_agent_pb2.DecodeRequest(
             partition_id=job.partition_id,
             tenant=job.tenant,
             request_id=job.request_id,
-            leg_id=self._decode_leg,
+            leg_id=leg_id,
             transfer_id=self._transfer_id,
             token_ids=self._tokens,
             generated_tokens=len(plan.generated),
@@ -351,7 +341,8 @@ class Attempt:
             reserve_deadline_s=min(job.reserve_deadline_s, plan.timeout_s),
         )
 
-    async def _take_decode(self, node: Node, arriving: DecodeArriving, response: node_agent_pb2.DecodeResponse) -> None:
+    async def _take_decode(self, leg: _DecodeLeg, response: node_agent_pb2.DecodeResponse) -> None:
+        arriving = leg.arriving
         self._cluster.see_epoch(response.epoch)
         match response.WhichOneof("event"):
             case "reserved":
@@ -362,7 +353,7 @@ class Attempt:
             case "tokens":
                 await self._emit(NewTokens(response.tokens.index, ids_from_node(response.tokens.token_ids)))
             case "finished":
-                await self._finish(node, response.finished)
+                await self._finish(leg.node, response.finished)
 
     async def _finish(self, node: Node, finished: node_agent_pb2.DecodeFinished) -> None:
         self._finished = True

@@ -29,7 +29,9 @@ class GatewayMetrics:
         self.output_tokens = metrics.counter("gateway_output_tokens", "Output tokens sent.")
         self.attempts = metrics.counter("gateway_attempts", "Dispatches of requests to prefill nodes.")
         self.requotes = metrics.counter("gateway_requotes", "Requests sent back by a node for a longer wait.")
-        self.reroutes = metrics.counter("gateway_reroutes", "Requests that left a queue because of a role switch.")
+        self.reroutes = metrics.counter(
+            "gateway_reroutes", "Times that requests left a node they waited at because its role switched."
+        )
         self.choices = metrics.counter("gateway_choices", "Choices of a prefill node.")
         self.choices_hung_on = metrics.counter(
             "gateway_choices_hung_on",

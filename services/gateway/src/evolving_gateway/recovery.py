@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import grpc
 
 from evolving.runtime.errors import InvalidRequest, ServiceError
-from evolving_gateway.attempt import LegFailed
 from evolving_gateway.errors import NoNode, QueueFull
+from evolving_gateway.leg_events import LegFailed
 
 _BACKOFF_FIRST_S, _BACKOFF_MAX_S = 0.05, 2.0
 _RETRY_AFTER_S = 1.0

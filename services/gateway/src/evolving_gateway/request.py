@@ -15,25 +15,16 @@ from evolving.runtime.errors import DeadlineExceeded
 from evolving.runtime.log import get_logger
 from evolving.runtime.tasks import first_of
 from evolving.v1 import gateway_pb2
-from evolving_gateway.attempt import (
-    Attempt,
-    Ended,
-    Job,
-    LegFailed,
-    NewTokens,
-    Plan,
-    Queued,
-    Report,
-    Requoted,
-    RoleSwitched,
-)
+from evolving_gateway.attempt import Attempt
 from evolving_gateway.beginning import Beginning
 from evolving_gateway.errors import DirectoryRefused, QueueFull, TooLongToMove
 from evolving_gateway.known import Claim
+from evolving_gateway.leg_events import Ended, LegFailed, NewTokens, Queued, Requoted, RoleSwitched
 from evolving_gateway.metrics import GatewayMetrics
 from evolving_gateway.nodes import Cluster
 from evolving_gateway.open_levels import OpenRequests
 from evolving_gateway.output import Gap, Output, Step
+from evolving_gateway.plan import Job, Plan, Report
 from evolving_gateway.recovery import Recovery
 from evolving_gateway.router import NOWHERE, ModelFacts, Router
 from evolving_gateway.settings import GatewaySettings
@@ -187,7 +178,8 @@ class Request:
         self, decision: PrefillDecision, score: PrefillScore
     ) -> AsyncGenerator[gateway_pb2.GenerateResponse, None]:
         """One attempt. Raises Requoted, RoleSwitched, LegFailed."""
-        attempt = Attempt(self._job(), self._plan(score), self._desk.cluster, self._desk.router)
+        desk = self._desk
+        attempt = Attempt(self._job(), self._plan(score), desk.cluster, desk.router, desk.metrics)
         self._desk.metrics.attempts.inc()
         if not self._open:  # nothing refused it
             now_s = self._desk.clock.now_s()
