@@ -62,10 +62,13 @@ class Script:
 
     hear: asyncio.Event = field(default_factory=asyncio.Event)  # set: prefill legs that came are answered
     take: asyncio.Event = field(default_factory=asyncio.Event)  # set: queued legs are taken
+    send: asyncio.Event = field(default_factory=asyncio.Event)  # set: prefilled legs have sent their KV
+    reserve: asyncio.Event = field(default_factory=asyncio.Event)  # set: decode legs reserve, or are refused
     start: asyncio.Event = field(default_factory=asyncio.Event)  # set: decode legs that have reserved start
     requotes: int = 0  # legs answered with requote, where the gateway allows it
     requote_wait_s: float = 5.0
     refuse_prefill: ErrorDetail | None = None
+    lose_prefilled: ErrorDetail | None = None  # how prefilled legs end, when they would send
     refuse_decode: ErrorDetail | None = None
     pause_at: int | None = None  # the decode leg stops before this output index until `resume` is set
     resume: asyncio.Event = field(default_factory=asyncio.Event)
@@ -89,6 +92,8 @@ class ScriptedNode(node_agent_pb2_grpc.NodeAgentServiceServicer):
         self.script = Script()
         self.script.hear.set()
         self.script.take.set()
+        self.script.send.set()
+        self.script.reserve.set()
         self.script.start.set()
         self.status = node_agent_pb2.WatchStatusResponse(
             node_id=node_id, incarnation=f"{node_id}-1", role=common_pb2.ROLE_MIXED, ready=True, decode_slots_free=8
@@ -191,6 +196,9 @@ class ScriptedNode(node_agent_pb2_grpc.NodeAgentServiceServicer):
             )
             prefilled.set_result(None)
             if not last:
+                await script.send.wait()
+                if script.lose_prefilled:
+                    await abort_with(context, script.lose_prefilled)
                 yield self._said(sent=node_agent_pb2.PrefillSent(transfer_s=0.0625, bytes=1))
             self.running.discard(request.leg_id)
         finally:
@@ -212,6 +220,7 @@ class ScriptedNode(node_agent_pb2_grpc.NodeAgentServiceServicer):
         script = self.script
         self.running.add(request.leg_id)
         try:
+            await script.reserve.wait()
             if script.refuse_decode:
                 await abort_with(context, script.refuse_decode)
             yield node_agent_pb2.DecodeResponse(reserved=node_agent_pb2.DecodeReserved(), epoch=self.status.epoch)
@@ -433,6 +442,8 @@ async def bench(*node_ids: str, directory: bool = True, **settings: object) -> A
             for node in nodes.values():
                 node.script.hear.set()
                 node.script.take.set()
+                node.script.send.set()
+                node.script.reserve.set()
                 node.script.resume.set()
             service.stop()
             await main

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import grpc
 import pytest
-from gateway_harness import Bench, Stream, bench, bytes_ids, expected_output, failure
+from gateway_harness import Bench, ScriptedNode, Stream, bench, bytes_ids, expected_output, failure
 from waiting import eventually
 
 from evolving.v1 import common_pb2, gateway_pb2
@@ -17,6 +17,7 @@ PROMPT = list(range(1, 101))
 LENGTH = 12
 SAMPLING = gateway_pb2.Sampling(max_tokens=LENGTH)
 WANT = expected_output(PROMPT, LENGTH)
+NO_ROOM = ErrorDetail(grpc.StatusCode.RESOURCE_EXHAUSTED, "NO_ROOM", "no room")
 FULL = ErrorDetail(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", "full", retry_after_s=0.1)
 
 
@@ -174,3 +175,101 @@ async def test_roles_that_go_back_and_forth_lose_nobody() -> None:
         legs = sum(len(node.prefills) + len(node.decodes) for node in nodes)
         assert legs <= 2 * len(streams) + moved, "only what waited left a node"
         assert counted(it) == [0, 0]
+
+
+async def waiting_for_room(it: Bench) -> tuple[Stream, ScriptedNode, ScriptedNode]:
+    """A request prefilled on p that waits for room in d or e: the stream, that node, the other one."""
+    await it.split(1, p="prefill", d="decode", e="decode")
+    nodes = [it.nodes["d"], it.nodes["e"]]
+    for node in nodes:
+        node.script.reserve.clear()
+    stream = generate(it)
+    await stream.until(lambda: bool(stream.ids))
+    await eventually(lambda: any(node.running for node in nodes))
+    first, other = sorted(nodes, key=lambda node: not node.running)
+    return stream, first, other
+
+
+@pytest.mark.parametrize("why", ["switched", "draining", "no room", "lost"])
+async def test_a_request_that_waits_for_room_goes_to_another_node_with_what_was_computed(why: str) -> None:
+    async with bench("p", "d", "e") as it:
+        stream, first, other = await waiting_for_room(it)
+        if why == "switched":
+            await it.split(2, **{"p": "prefill", first.node_id: "prefill", other.node_id: "decode"})  # type: ignore[arg-type]
+        elif why == "draining":
+            first.push(role=common_pb2.ROLE_DRAINING)
+        elif why == "no room":
+            first.script.refuse_decode = NO_ROOM
+            first.script.reserve.set()
+        else:
+            await first.die()
+        other.script.reserve.set()
+        (finished,) = await finish(stream)
+        assert (finished.prefill_node_id, finished.decode_node_id) == ("p", other.node_id)
+        assert len(it.nodes["p"].prefills) == len(first.decodes) == len(other.decodes) == 1
+        assert it.nodes["p"].cut_off == []
+        legs = [*first.decodes, *other.decodes]
+        assert {leg.transfer_id for leg in legs} == {it.nodes["p"].prefills[0].transfer_id}
+        assert legs[0].leg_id != legs[1].leg_id
+        assert it.metric("gateway_reroutes_total") == (why in ("switched", "draining"))
+        assert it.metric("gateway_moves_total", reason="NO_ROOM") == (why == "no room")
+        if why in ("switched", "draining"):
+            await eventually(lambda: len(first.cut_off) == 1)
+        assert counted(it) == [0, 0]
+
+
+async def test_a_request_waits_on_for_room_where_nobody_else_decodes() -> None:
+    async with bench("p", "d", "e") as it:
+        stream, first, other = await waiting_for_room(it)
+        await it.split(2, p="prefill", d="prefill", e="prefill")
+        first.script.reserve.set()
+        (finished,) = await finish(stream)
+        assert finished.decode_node_id == first.node_id
+        assert other.decodes == []
+
+
+@pytest.mark.parametrize("said_by", ["prefill", "decode"])
+async def test_kv_lost_in_leaving_is_computed_again_and_counts_as_no_failure(said_by: str) -> None:
+    """A leg may have reserved just as the gateway leaves it; then the engines end the prefill leg with it."""
+    async with bench("p", "d", "e") as it:
+        prefill = it.nodes["p"]
+        prefill.script.send.clear()
+        stream, first, other = await waiting_for_room(it)
+        first.push(role=common_pb2.ROLE_DRAINING)
+        await eventually(lambda: bool(other.running))
+        prefill.script.take.clear()
+        if said_by == "prefill":
+            prefill.script.lose_prefilled = ErrorDetail(grpc.StatusCode.UNAVAILABLE, "DECODE_LOST", "gone")
+            prefill.script.send.set()
+        else:
+            other.script.refuse_decode = ErrorDetail(grpc.StatusCode.UNAVAILABLE, "SOURCE_LOST", "gone")
+            other.script.reserve.set()
+        await eventually(lambda: len(prefill.prefills) == 2)
+        prefill.script.lose_prefilled = other.script.refuse_decode = None
+        for event in (prefill.script.take, prefill.script.send, other.script.reserve):
+            event.set()
+        await finish(stream)
+        assert it.metric("gateway_reroutes_total") == 2
+
+
+async def test_every_node_is_asked_for_room_once_an_attempt() -> None:
+    async with bench("p", "d", "e", attempts_max=1) as it:
+        await it.split(1, p="prefill", d="decode", e="decode")
+        for node in it.nodes.values():
+            node.script.refuse_decode = NO_ROOM
+        error = await failure(generate(it).all())
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert [len(node.decodes) for node in it.nodes.values()] == [1, 1, 1], "in the end where it was prefilled"
+        assert len(it.nodes["p"].prefills) == 1
+
+
+async def test_a_request_is_decoded_by_the_split_that_holds_when_it_is_taken() -> None:
+    async with bench("p", "d", "e") as it:
+        await it.split(1, p="prefill", d="decode", e="prefill")
+        await it.wait("e", 1.0)
+        (stream,) = await waiting_at(it, "p", "queued")
+        await it.split(2, p="prefill", d="prefill", e="decode")
+        it.nodes["p"].script.take.set()
+        (finished,) = await finish(stream)
+        assert (finished.prefill_node_id, finished.decode_node_id) == ("p", "e")
+        assert it.nodes["d"].decodes == []
