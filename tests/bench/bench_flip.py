@@ -113,7 +113,10 @@ def main(
 ) -> None:
     """Measure and write build/bench-flip.json."""
     state = ROOT / "build" / "bench-flip-cluster"
-    cluster = LocalCluster(ClusterSpec(state_dir=state, engine=engine, model_path=model_path, gateway_port=0), print)
+    spec = ClusterSpec(
+        state_dir=state, engine=engine, model_path=model_path, gateway_port=0, planner_flags=("--mode", "manual")
+    )
+    cluster = LocalCluster(spec, print)
     cluster.start()
     try:
         planner = cluster.processes["planner"].address

@@ -91,6 +91,7 @@ def _spec(arm: Arm, plan: Plan, state: Path) -> ClusterSpec:
         initial_split=arm.split,
         node_flags=("--no-mock-verify-kv", *_flags(node_flags), *arm.node_flags),
         gateway_flags=(*_flags(gateway_flags), *arm.gateway_flags),
+        planner_flags=("--mode", "manual"),  # the arm's split is nobody's to change
         service_flags=("--registration-ttl-s", "60"),
     )
 
