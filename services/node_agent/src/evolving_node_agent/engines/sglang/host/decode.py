@@ -62,7 +62,7 @@ async def _source(service: Service, leg: DecodeLeg) -> _Source:
         if source is None:
             raise SourceLost("the prefill leg is not here")
         leg.local = source
-        return _Local(service, source)
+        return _Local(service, leg, source)
     return _Remote(service, leg, await service.peers.at(command.source_address))
 
 
@@ -101,15 +101,18 @@ async def _end(service: Service, leg: DecodeLeg) -> None:
 class _Local:
     """The prefill leg is on this node: nothing moves."""
 
-    def __init__(self, service: Service, source: PrefillLeg) -> None:
+    def __init__(self, service: Service, leg: DecodeLeg, source: PrefillLeg) -> None:
         self._service = service
+        self._leg = leg
         self._source = source
 
     async def claim(self) -> None:
         """Let the prefill leg wait for as long as this leg lives."""
-        self._source.claimed.set()
+        self._source.claims.add(self._leg.leg_id)
 
     async def pull(self, from_block: int) -> Pages:
+        if not self._service.handover.come(self._source, self._leg.leg_id):
+            raise SourceLost("another decode leg has come for the KV")
         first = await first_token(self._source)
         if first is None:
             raise SourceLost("the prefill leg ended")
@@ -122,7 +125,7 @@ class _Local:
         """`start_decode` finds out whether it is still there."""
 
     def release(self, reason: str) -> None:
-        self._service.handover.lose(self._source, reason)
+        self._service.handover.leave(self._source, self._leg.leg_id, reason)
 
 
 class _Remote:
@@ -135,10 +138,10 @@ class _Remote:
         self._bytes = 0
 
     async def claim(self) -> None:
-        await self._peer.ask(Claim(self._leg.transfer_id), Done)
+        await self._peer.ask(Claim(self._leg.transfer_id, self._leg.leg_id), Done)
 
     async def pull(self, from_block: int) -> Pages:
-        return await self._peer.ask(Pull(self._leg.transfer_id, from_block), Pages)
+        return await self._peer.ask(Pull(self._leg.transfer_id, self._leg.leg_id, from_block), Pages)
 
     async def read(self, pages: list[int]) -> None:
         service, leg, welcome = self._service, self._leg, self._peer.welcome
@@ -154,4 +157,4 @@ class _Remote:
         await self._peer.ask(Landed(self._leg.transfer_id, transfer_s, self._bytes), Done)
 
     def release(self, reason: str) -> None:
-        self._peer.tell(Release(self._leg.transfer_id, reason))
+        self._peer.tell(Release(self._leg.transfer_id, self._leg.leg_id, reason))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evolving.core.fetching import Rank
+from evolving_node_agent.engines.claims import Claims
 from evolving_node_agent.engines.port import CachedTokens, EngineError, FinishReason, TokenIds
 from evolving_node_agent.engines.sglang import messages as m
 from evolving_node_agent.engines.sglang.translate import tokens_of
@@ -92,7 +93,8 @@ class PrefillLeg(Leg):
     owned_tokens: int = 0  # KV this leg holds beyond what was cached when it began
     taken: asyncio.Future[None]  # service thread: resolved when the leg leaves the queue
     first: asyncio.Future[FirstToken]  # service thread
-    claimed: asyncio.Event  # service thread: a decode leg said it will come
+    claims: Claims = field(default_factory=Claims)  # service thread: of decode legs that have not pulled, by id
+    puller: str = ""  # service thread: id of the decode leg that has room and came for the KV
     handed_over: asyncio.Future[tuple[float, int]]  # service thread: (transfer_s, bytes)
     over: asyncio.Future[None]  # service thread: resolved when the leg is forgotten
 
@@ -132,7 +134,6 @@ def prefill_leg(command: m.Prefill) -> PrefillLeg:
         ended=_observed(loop.create_future()),
         taken=loop.create_future(),
         first=loop.create_future(),
-        claimed=asyncio.Event(),
         handed_over=_observed(loop.create_future()),
         over=loop.create_future(),
     )

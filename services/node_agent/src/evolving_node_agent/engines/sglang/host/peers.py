@@ -61,12 +61,14 @@ class Claim(msgspec.Struct, tag=True, frozen=True):
     """A decode leg for this transfer exists; keep the KV."""
 
     transfer_id: int
+    leg_id: str
 
 
 class Pull(msgspec.Struct, tag=True, frozen=True):
     """Room is reserved: answer when the prompt is computed, with its pages from this block on."""
 
     transfer_id: int
+    leg_id: str
     from_block: int
 
 
@@ -90,6 +92,7 @@ class Release(msgspec.Struct, tag=True, frozen=True):
     """The decode leg ended before its KV landed."""
 
     transfer_id: int
+    leg_id: str
     reason: str
 
 

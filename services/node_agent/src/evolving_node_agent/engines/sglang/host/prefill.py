@@ -6,6 +6,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
+from evolving.runtime.clock import SystemClock
 from evolving_node_agent.engines.port import Aborted, DecodeLost, EngineError
 from evolving_node_agent.engines.sglang import messages as m
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+_CLOCK = SystemClock()
 
 
 async def run_prefill(service: Service, leg: PrefillLeg) -> None:
@@ -63,11 +65,15 @@ async def _fetch(service: Service, leg: PrefillLeg) -> None:
 
 
 async def _handed_over(leg: PrefillLeg) -> tuple[float, int]:
-    """Wait for the decode leg: `keep_s` for it to appear, then as long as it lives."""
+    """Wait for a decode leg: `keep_s` without any, and as long as there is one."""
+    keep_s = leg.command.keep_s
+    nobody = asyncio.ensure_future(leg.claims.none_for(keep_s, _CLOCK))
     try:
-        await asyncio.wait_for(leg.claimed.wait(), leg.command.keep_s)
-    except TimeoutError:
-        raise DecodeLost(f"no decode leg came within {leg.command.keep_s} s") from None
+        await first_of(nobody, leg.handed_over)
+    finally:
+        nobody.cancel()
+    if not leg.handed_over.done() and not leg.puller:
+        raise DecodeLost(f"no decode leg came within {keep_s} s")
     return await leg.handed_over
 
 
@@ -78,25 +84,25 @@ class Handover:
         self._service = service
 
     async def claim(self, guest: Guest, ask: Claim) -> Reply:
-        """Remember that a decode leg exists; if its node leaves, so does the prefill leg."""
+        """Remember that a decode leg exists, until its node leaves."""
         leg = self._service.prefill_of(ask.transfer_id)
         if leg is None:
             return Gone("the prefill leg is not here")
-        leg.claimed.set()
-        self._service.spawn(self._watch(guest, leg))
+        leg.claims.add(ask.leg_id)
+        self._service.spawn(self._watch(guest, leg, ask.leg_id))
         return Done()
 
-    async def _watch(self, guest: Guest, leg: PrefillLeg) -> None:
+    async def _watch(self, guest: Guest, leg: PrefillLeg, leg_id: str) -> None:
         leaving = asyncio.ensure_future(guest.left.wait())
-        await first_of(leaving, leg.handed_over)
+        await first_of(leaving, leg.over)
         if not leaving.cancel():
-            self.lose(leg, "the decode node went away")
+            self.leave(leg, leg_id, "the decode node went away")
 
     async def pull(self, guest: Guest, ask: Pull) -> Reply:
         """The pages of the computed prompt, as soon as it is computed."""
         leg = self._service.prefill_of(ask.transfer_id)
-        if leg is None:
-            return Gone("the prefill leg is not here")
+        if leg is None or not self.come(leg, ask.leg_id):
+            return Gone("the prefill leg is not here, or another decode leg has come for it")
         first = await first_token(leg)
         if first is None:
             return Gone("the prefill leg ended")
@@ -117,12 +123,21 @@ class Handover:
         """The decode leg ended before its KV landed."""
         leg = self._service.prefill_of(ask.transfer_id)
         if leg is not None:
-            self.lose(leg, ask.reason)
+            self.leave(leg, ask.leg_id, ask.reason)
         return Done()
 
-    def lose(self, leg: PrefillLeg, reason: str) -> None:
-        """The decode leg is gone."""
-        if not leg.handed_over.done():
+    def come(self, leg: PrefillLeg, leg_id: str) -> bool:
+        """A decode leg has room and comes for the KV; False: another one came first."""
+        if leg.puller and leg.puller != leg_id:
+            return False
+        leg.puller = leg_id
+        leg.claims.discard(leg_id)
+        return True
+
+    def leave(self, leg: PrefillLeg, leg_id: str, reason: str) -> None:
+        """A decode leg is gone. Before it came for the KV another one still may; then, no more."""
+        leg.claims.discard(leg_id)
+        if leg.puller == leg_id and not leg.handed_over.done():
             leg.handed_over.set_exception(DecodeLost(reason))
 
 
