@@ -316,7 +316,9 @@ class ScriptedPlanner(planner_pb2_grpc.PlannerServiceServicer):
             await context.abort(grpc.StatusCode.UNAVAILABLE, "taken, and nobody hears of it")
         return self.answer
 
-    ReportOpen = None  # type: ignore[assignment]  # gateways call it
+    async def ReportOpen(self, request: planner_pb2.ReportOpenRequest, context: Any) -> planner_pb2.ReportOpenResponse:
+        """What gateways say; nobody looks at it."""
+        return planner_pb2.ReportOpenResponse()
 
     @property
     def samples(self) -> list[planner_pb2.WorkSample]:

@@ -153,6 +153,35 @@ async def test_a_leg_that_breaks_off_is_reported_as_far_as_it_came(etcd: Etcd, h
         assert of_phase(planner, common_pb2.PHASE_PREFILL)["broken"].uncached_tokens == 50
 
 
+async def test_a_leg_that_ends_before_its_first_iteration_is_reported_where_it_had_begun(etcd: Etcd) -> None:
+    """So that a request whose first token was enough is whole. One that waits for room may be decoded elsewhere."""
+    async with scripted_planner(etcd) as planner, agent(etcd, mock={"decode_slots": 1}) as node:
+        registration = await node.ready()
+        requests = [prefill_request(ids(at, 50), request_id=name) for at, name in enumerate(["begun", "waits"])]
+        prefills = [node.stub.Prefill(request) for request in requests]
+        for prefill in prefills:
+            async for response in prefill:
+                if response.HasField("prefilled"):
+                    break
+        node.engine.faults.stall()
+        begun = node.stub.Decode(decode_request(requests[0], registration.transfer_address))
+        async for said in begun:
+            if said.HasField("started"):
+                break
+        waits = node.stub.Decode(decode_request(requests[1], registration.transfer_address))
+        life = node.engine._life
+        assert life is not None
+        await eventually(lambda: "waits-d" in life.legs)
+        calls: list[Any] = [waits, begun, *prefills]
+        for call in calls:
+            call.cancel()
+        await eventually(lambda: not life.legs)
+        node.engine.faults.resume()
+    decodes = of_phase(planner, common_pb2.PHASE_DECODE)
+    assert set(decodes) == {"begun"}
+    assert (decodes["begun"].output_tokens, decodes["begun"].iterations) == (0, 0)
+
+
 async def test_a_prompt_that_nobody_decodes_was_computed_all_the_same(etcd: Etcd) -> None:
     async with scripted_planner(etcd) as planner, agent(etcd, keep_s=0.05) as node:
         await node.ready()

@@ -113,7 +113,7 @@ class DecodeRun:
         self._blocks = ContextBlocks(job.root, job.tokens, node.info.block_tokens, job.blocks)
         self._prompt_blocks = (len(job.tokens) - job.generated) // node.info.block_tokens
         self._prompt_tokens = len(job.tokens) - job.generated
-        self._started_s = 0.0
+        self._started_s: float | None = None
         self._output_tokens = 0
         self._iterations = 0
         self._context_tokens = 0  # summed over iterations
@@ -159,14 +159,15 @@ class DecodeRun:
             self._directory.tell(self._ref, reports.done(self._ref))
 
     def over(self) -> None:
-        """Nothing more comes. The node did the work of a leg that broke off too: it is reported as far as it is known
-        here."""
-        if self._iterations and not self._reported:
+        """Nothing more comes. The node did the work of a leg that broke off too, as when the caller found a stop text:
+        it is reported as far as it is known here, also where the first token had been enough."""
+        if self._started_s is not None and not self._reported:
             self._report(self._iterations)
 
     def _report(self, iterations: int) -> None:
         self._reported = True
         context_tokens = self._context_tokens / self._iterations if self._iterations else 0.0
-        service_s = self._directory.clock.now_s() - self._started_s
+        now_s = self._directory.clock.now_s()
+        service_s = now_s - self._started_s if self._started_s is not None else 0.0
         sample = decode_sample(self._request.request_id, self._output_tokens, iterations, context_tokens, service_s)
         self._work.add(sample)
