@@ -113,8 +113,7 @@ class ScriptedPlanner(Scripted, planner_pb2_grpc.PlannerServiceServicer):
 
     def RefitModel(self, request: planner_pb2.RefitModelRequest, context: Context) -> planner_pb2.RefitModelResponse:
         self.note(request, context)
-        wanted = [model for model in self.models if not request.node_ids or model.node_id in request.node_ids]
-        return planner_pb2.RefitModelResponse(nodes=wanted)
+        return planner_pb2.RefitModelResponse(nodes=self.models)
 
 
 @dataclass

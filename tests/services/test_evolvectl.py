@@ -210,12 +210,12 @@ def test_decisions_are_read_page_by_page_up_to_the_limit(planner: ScriptedPlanne
 
 
 def test_a_decision_says_what_changed(planner: ScriptedPlanner, planner_address: str) -> None:
-    stay = planner_pb2.Decision(kind="stay", epoch_before=3, epoch_after=3, reason="no gain")
+    stay = planner_pb2.Decision(kind="stay", author="planner", epoch_before=3, epoch_after=3, reason="no gain")
     planner.decisions = [decision(0), stay]
     _, _, first, second = evolvectl("--planner", planner_address, "decisions").words
     changes = ["node-a", "prefill→decode,", "node-c", "-→prefill"]
-    assert first == ["1970-01-10", "00:00:00Z", "switch", "10→11", *changes, "reason-0"]
-    assert second == ["-", "stay", "3", "-", "no", "gain"]
+    assert first == ["1970-01-10", "00:00:00Z", "switch", "-", "10→11", *changes, "-", "reason-0"]
+    assert second == ["-", "stay", "planner", "3", "-", "-", "no", "gain"]
 
 
 def test_models_lists_what_is_served() -> None:

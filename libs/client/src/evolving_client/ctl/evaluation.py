@@ -101,7 +101,7 @@ def print_missing(missing: planner_pb2.Missing) -> None:
             f"gateways were silent for {output.duration(missing.unreported_s)}",
         ),
     ]
-    output.print_line("missing: " + (", ".join(text for amount, text in parts if amount) or "nothing"))
+    output.print_line("measurements missing: " + (", ".join(text for amount, text in parts if amount) or "none"))
 
 
 def print_gate(gate: planner_pb2.Gate) -> None:
@@ -129,8 +129,10 @@ def print_models(models: Sequence[planner_pb2.NodeModel], now_s: float | None = 
         rows.append([model.node_id, "prefill", *_fit_cells(model, model.prefill_fit, now_s), prefill])
         rows.append([model.node_id, "decode", *_fit_cells(model, model.decode_fit, now_s), decode])
     output.print_table(
-        ["node", "phase", "source", "age", ">rows", ">error", ">left out", ">lately", "not known", "an iteration"], rows
-    )
+        ["node", "phase", "source", "age", ">rows", ">error", ">error left out", ">error lately", "not identified",
+         "an iteration"],
+        rows,
+    )  # fmt: skip
 
 
 def print_not_fitted(models: Sequence[planner_pb2.NodeModel]) -> None:
@@ -143,7 +145,7 @@ def print_not_fitted(models: Sequence[planner_pb2.NodeModel]) -> None:
 
 
 def _fit_cells(model: planner_pb2.NodeModel, fit: planner_pb2.PhaseFit, now_s: float) -> list[str]:
-    lately = f"{_percent(fit.recent_error)} of {fit.recent_rows}" if fit.recent_rows else "-"
+    lately = f"{_percent(fit.recent_error)} on {fit.recent_rows}" if fit.recent_rows else "-"
     if not fit.rows:
         return ["config", "-", "-", "-", "-", lately, "-"]
     unknown = [*fit.unidentified, *(f"{name} (did not pay)" for name in fit.dropped)]

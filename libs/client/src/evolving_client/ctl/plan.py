@@ -102,7 +102,7 @@ async def read_models(cluster: Cluster) -> planner_pb2.GetModelResponse:
 
 
 async def refit(cluster: Cluster, node_ids: Sequence[str]) -> planner_pb2.RefitModelResponse:
-    """Fit nodes anew, all of them where none is named; their models as they are then."""
+    """Fit nodes anew, all of them where none is named; the models of all as they are then."""
     request = planner_pb2.RefitModelRequest(node_ids=node_ids)
     return await cluster.call("planner", "RefitModel", request, planner_pb2.RefitModelResponse)
 
@@ -123,4 +123,4 @@ async def release(cluster: Cluster, reason: str) -> planner_pb2.Split:
 def print_released(after: planner_pb2.Split) -> None:
     """What is in force, and that nothing holds it."""
     split.print_split_line(after)
-    output.print_line("not held: measurements decide, from the next window on")
+    output.print_line(split.NOT_HELD)

@@ -11,7 +11,7 @@ from evolving_client.ctl.command import options_of, run
 from evolving_client.ctl.plain import plain
 
 plan_app = typer.Typer(
-    help="What the planner measured, what it makes of it, and whether it may.",
+    help="What the planner measured, and what it makes of it.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -19,7 +19,7 @@ plan_app = typer.Typer(
 
 @plan_app.command("show")
 def _show(context: typer.Context) -> None:
-    """Mode, leader, hold, and the last decision by measurement with all it was made from."""
+    """Mode, leader, hold, and the last decision by measurement. With all it was made from."""
     answer, decision = run(context, plan.read_plan)
     if options_of(context).json:
         output.print_json(plan.plan_json(answer, decision))
@@ -42,7 +42,7 @@ def _what_if(
 
 @plan_app.command("model")
 def _model(context: typer.Context) -> None:
-    """What iterations take on each node, from where that is known, and how well."""
+    """What iterations take on each node, and how well that is known."""
     answer = run(context, plan.read_models)
     if options_of(context).json:
         output.print_json(plain(answer))
@@ -57,20 +57,22 @@ def _refit(
         list[str] | None, typer.Argument(metavar="NODE", help="left out: all", show_default=False)
     ] = None,
 ) -> None:
-    """Fit time models anew to what nodes reported lately, as far as it suffices."""
+    """Fit time models anew to what nodes reported lately. Where that is too little, what was known stays."""
     answer = run(context, lambda cluster: plan.refit(cluster, node_ids or []))
     if options_of(context).json:
         output.print_json(plain(answer))
     else:
-        evaluation.print_models(answer.nodes)
-        evaluation.print_not_fitted(answer.nodes)
+        asked = [model for model in answer.nodes if not node_ids or model.node_id in node_ids]
+        evaluation.print_models(asked)
+        evaluation.print_not_fitted(asked)
 
 
 @plan_app.command("hold")
 def _hold(
     context: typer.Context,
     for_s: Annotated[
-        float, typer.Option("--for-s", min=0.0, help="for so many seconds; 0: until released", show_default=False)
+        float,
+        typer.Option("--for-s", min=0.0, help="for so many seconds; left out or 0: until released", show_default=False),
     ] = 0.0,
     reason: Annotated[str, typer.Option(help="kept with the decision", show_default=False)] = "",
 ) -> None:
@@ -87,7 +89,7 @@ def _release(
     context: typer.Context,
     reason: Annotated[str, typer.Option(help="kept with the decision", show_default=False)] = "",
 ) -> None:
-    """End a hold: measurements decide again."""
+    """End a hold. In mode auto measurements decide again, from the next window on."""
     after = run(context, lambda cluster: plan.release(cluster, reason))
     if options_of(context).json:
         output.print_json(plain(after))

@@ -20,6 +20,8 @@ _ROLES = {
     "draining": common_pb2.ROLE_DRAINING,
 }
 _HOW_TO_RELEASE = "evolvectl plan release ends it"
+# The mode says whether the planner moves nodes; an operator's word does not change it.
+NOT_HELD = "not held: in mode auto the planner may change it from the next window on"
 _PAGE, _PAGE_WITH_EVALUATIONS = 1000, 20
 
 
@@ -121,7 +123,7 @@ def print_set(after: planner_pb2.Split, *, hold_s: float, no_hold: bool) -> None
     """What is in force after an operator's word, and for how long."""
     print_split_line(after)
     if no_hold:
-        output.print_line("not held: the planner may change it from the next window on")
+        output.print_line(NOT_HELD)
     else:
         length = f"for {output.duration(hold_s)}" if hold_s else "until released"
         output.print_line(f"held {length} · {_HOW_TO_RELEASE}")
@@ -131,9 +133,6 @@ def print_evaluations(decisions: Sequence[planner_pb2.Decision]) -> None:
     """Each decision with what it was made from."""
     for decision in decisions:
         print_decisions([decision])
-        if decision.HasField("hold"):
-            until = output.moment(decision.hold.until_s) if decision.hold.until_s else "released"
-            output.print_line(f"held by {decision.hold.author or '-'} from then until {until}")
         if decision.HasField("evaluation"):
             print_evaluation(decision.evaluation)
             if decision.evaluation.models:
@@ -144,20 +143,29 @@ def print_evaluations(decisions: Sequence[planner_pb2.Decision]) -> None:
 def print_decisions(decisions: Sequence[planner_pb2.Decision]) -> None:
     """One row a decision."""
     output.print_table(
-        ["when", "kind", "epoch", "changes", "reason"],
+        ["when", "kind", "by", "epoch", "changes", "held until", "reason"],
         [
             [
                 output.moment(decision.decided_at_s),
                 decision.kind,
+                decision.author or "-",
                 f"{decision.epoch_before}→{decision.epoch_after}"
                 if decision.epoch_after != decision.epoch_before
                 else str(decision.epoch_before),
                 _changes(_words(decision.roles_before), _words(decision.roles_after)) or "-",
+                _held_until(decision),
                 decision.reason,
             ]
             for decision in decisions
         ],
     )
+
+
+def _held_until(decision: planner_pb2.Decision) -> str:
+    """By the hold in force from then on; "-" of none."""
+    if not decision.HasField("hold"):
+        return "-"
+    return output.moment(decision.hold.until_s) if decision.hold.until_s else "released"
 
 
 def _words(roles: Mapping[str, int]) -> dict[str, str]:
