@@ -203,6 +203,8 @@ async def test_a_request_that_waits_for_room_goes_to_another_node_with_what_was_
             first.script.reserve.set()
         else:
             await first.die()
+        if why in ("switched", "draining"):
+            await eventually(lambda: len(first.cut_off) == 1)
         other.script.reserve.set()
         (finished,) = await finish(stream)
         assert (finished.prefill_node_id, finished.decode_node_id) == ("p", other.node_id)
@@ -213,8 +215,6 @@ async def test_a_request_that_waits_for_room_goes_to_another_node_with_what_was_
         assert legs[0].leg_id != legs[1].leg_id
         assert it.metric("gateway_reroutes_total") == (why in ("switched", "draining"))
         assert it.metric("gateway_moves_total", reason="NO_ROOM") == (why == "no room")
-        if why in ("switched", "draining"):
-            await eventually(lambda: len(first.cut_off) == 1)
         assert counted(it) == [0, 0]
 
 
