@@ -1,12 +1,13 @@
-"""Ending tasks and waiting for the first of several."""
+"""Ending tasks, waiting for the first of several, staying with a thread."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
-from evolving.runtime.tasks import end_tasks, first_of
+from evolving.runtime.tasks import end_tasks, first_of, in_thread
 
 
 async def stubborn(started: asyncio.Event, release: asyncio.Event) -> None:
@@ -66,3 +67,34 @@ async def test_a_failure_of_the_first_is_raised() -> None:
 
     with pytest.raises(ValueError, match="first"):
         await first_of(asyncio.Event().wait(), fails())
+
+
+async def test_a_thread_is_not_left_before_its_end() -> None:
+    started, release, lock = asyncio.Event(), threading.Event(), asyncio.Lock()
+    loop = asyncio.get_running_loop()
+
+    def work() -> None:
+        loop.call_soon_threadsafe(started.set)
+        release.wait()
+
+    async def alone() -> None:
+        async with lock:
+            await in_thread(work)
+
+    try:
+        task = asyncio.create_task(alone())
+        await started.wait()
+        task.cancel()
+        await asyncio.sleep(0.01)
+        assert lock.locked()
+    finally:
+        release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not lock.locked()
+
+
+async def test_what_a_thread_returns_or_raises_is_its_callers() -> None:
+    assert await in_thread(lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        await in_thread(lambda: 1 // 0)

@@ -25,13 +25,13 @@ from evolving.runtime.election import Election
 from evolving.runtime.errors import StoreUnavailable
 from evolving.runtime.memory_store import MemoryStore
 from evolving.runtime.metrics import Metrics
-from evolving.runtime.store import Fenced, Guard, Versioned
+from evolving.runtime.store import Fenced, Guard, Listing, Versioned
 from evolving.runtime.tasks import end_tasks
 from evolving_planner.learning import Learning
 from evolving_planner.measures import Measures, OpenLevel, WorkSample
 from evolving_planner.metrics import PlannerMetrics
 from evolving_planner.models import EndedWindow, ModelBook
-from evolving_planner.office import FirstSplit, Office, Situation
+from evolving_planner.office import FirstSplit, Office, Situation, Term
 from evolving_planner.records import encode_split
 from evolving_planner.replanner import Replanner
 from evolving_planner.view import LEADER_ROLE, View
@@ -47,6 +47,14 @@ class MeddledStore(MemoryStore):
 
     before: Callable[[str], Awaitable[None]] | None = None
     lose_answer_of: str = ""
+    lists = 0
+    may_list: asyncio.Event | None = None
+
+    async def list(self, prefix: str) -> Listing:
+        self.lists += 1
+        if self.may_list is not None:
+            await self.may_list.wait()
+        return await super().list(prefix)
 
     async def compare_and_swap(
         self,
@@ -246,21 +254,28 @@ async def test_somebody_elses_split_is_taken_and_decided_from() -> None:
         ]
 
 
+async def lose_office(planned: Cluster) -> None:
+    planned.store.set_available(False)  # until the lease is over
+    await planned.clock.advance(100.0)
+    await eventually(lambda: planned.office.term is None)
+    planned.store.set_available(True)
+
+
+async def leads_again(planned: Cluster) -> Term:
+    async def leads() -> bool:
+        await planned.clock.advance(0.25)
+        return planned.office.term is not None
+
+    await eventually(leads)
+    assert planned.office.term is not None
+    return planned.office.term
+
+
 async def test_measurements_of_an_earlier_term_do_not_count() -> None:
     async with cluster() as planned:
         await planned.pass_time(0.5)
-        planned.store.set_available(False)  # until the lease is over
-        await planned.pass_time(2.5)
-        assert planned.office.term is None
-        planned.store.set_available(True)
-
-        async def leads_again() -> bool:
-            await planned.clock.advance(0.25)
-            return planned.office.term is not None
-
-        await eventually(leads_again)
-        term = planned.office.term
-        assert term is not None
+        await lose_office(planned)
+        term = await leads_again(planned)
         planned.began_s = planned.said_s = term.began_s
         await planned.pass_time(0.99)
         assert not planned.measured()
@@ -279,7 +294,7 @@ async def test_a_former_leader_writes_nothing() -> None:
         await planned.store.delete(key)
         await planned.store.put(key, b"another")
         with pytest.raises(Fenced):
-            await planned.office.store_model(b"[]")
+            await planned.office.store_model(lambda: b"[]")
         with pytest.raises(Fenced):
             await planned.office.decide(to_shape(SplitShape(1, 3)))
         with pytest.raises(Fenced):
@@ -339,3 +354,46 @@ async def test_fits_that_could_not_be_stored_are_stored_later() -> None:
         stored = await planned.store.get(KEYS.model)
         assert stored is not None
         assert stored.value == planned.learning.models.encode() != ModelBook().encode()
+
+
+async def test_fits_that_another_leader_stored_meanwhile_are_not_written_over() -> None:
+    """What is fitted when a term begins waits until it has begun, and is of that term then."""
+    async with cluster() as planned:
+        learning, store = planned.learning, planned.store
+        await lose_office(planned)
+        store.lists, store.may_list = 0, asyncio.Event()
+
+        async def begins() -> bool:
+            await planned.clock.advance(0.25)
+            return store.lists > 0
+
+        await eventually(begins)
+        learning.models.take("a", windows(40, c1_s=0.002))
+        storing = asyncio.create_task(learning.refit())
+        await eventually(lambda: bool(learning.models.outcomes))
+        other = ModelBook()
+        other.take("a", windows(40, c1_s=0.005))
+        other.refit(planned.view.nodes, now_s=1.0)
+        await store.put(KEYS.model, other.encode())
+        store.may_list.set()
+        await storing
+        stored = await store.get(KEYS.model)
+        assert stored is not None
+        assert stored.value == other.encode() == learning.models.encode()
+
+
+async def test_a_fit_whose_caller_went_away_is_stored_with_the_next() -> None:
+    async with cluster() as planned:
+        learning = planned.learning
+        learning.models.take("a", windows(40, c1_s=0.002))
+        asked = asyncio.create_task(learning.refit({"a"}))
+        await asyncio.sleep(0)  # it is under way
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert learning.models.outcomes
+        assert await planned.store.get(KEYS.model) is None
+        await learning.refit()
+        stored = await planned.store.get(KEYS.model)
+        assert stored is not None
+        assert stored.value == learning.models.encode() != ModelBook().encode()

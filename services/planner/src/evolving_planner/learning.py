@@ -10,6 +10,7 @@ from evolving.runtime.errors import NotLeader, StoreUnavailable
 from evolving.runtime.keys import BadRecord
 from evolving.runtime.log import get_logger
 from evolving.runtime.store import Conflict, Fenced
+from evolving.runtime.tasks import in_thread
 from evolving_planner.metrics import PlannerMetrics
 from evolving_planner.models import ModelBook
 from evolving_planner.office import Office
@@ -56,20 +57,25 @@ class Learning:
         """
         async with self._lock:
             self.follow()
+            nodes, now_s = dict(self._view.nodes), self._clock.wall_s()
+
+            def fit() -> None:  # what it changes is to be stored though the caller be gone when it ends
+                if self.models.refit(nodes, now_s, wanted):
+                    self._unsaved = True
+                    self._metrics.refitted(self.models.outcomes)
+
             # Least squares of many nodes take a while; proposals and reports are served meanwhile.
-            if await asyncio.to_thread(self.models.refit, dict(self._view.nodes), self._clock.wall_s(), wanted):
-                self._unsaved = True
-                self._metrics.refitted(self.models.outcomes)
+            await in_thread(fit)
             self._metrics.knows(self.models.views(self._view.nodes))
             if self._unsaved:
                 await self._store()
 
     async def _store(self) -> None:
-        value = self.models.encode()
-        if len(value) > _LARGEST_BYTES:
-            _log.error("models_too_large", size_bytes=len(value))  # thousands of nodes; this leader goes on with them
+        size_bytes = len(self.models.encode())
+        if size_bytes > _LARGEST_BYTES:
+            _log.error("models_too_large", size_bytes=size_bytes)  # thousands of nodes; this leader goes on with them
         else:
-            self._revision = await self._office.store_model(value)
+            self._revision = await self._office.store_model(self.models.encode)
         self._unsaved = False
 
     def follow(self) -> None:

@@ -157,12 +157,12 @@ class Office:
                     _log.info("overtaken", key=conflict.key)
             return self._view.split
 
-    async def store_model(self, value: bytes) -> int:
-        """Write the fitted models; the revision they then have. Raises NotLeader, Fenced, Conflict (somebody else's are
-        in the view now), StoreUnavailable."""
+    async def store_model(self, record: Callable[[], bytes]) -> int:
+        """Write the fitted models; the revision they then have. `record` is asked for them once those of predecessors
+        were taken. Raises NotLeader, Fenced, Conflict (somebody else's are in the view now), StoreUnavailable."""
         async with self._lock:
             fence = await self._settle_in()
-            return (await self._swap(self._keys.model, self._view.model_revision, value, fence)).mod_revision
+            return (await self._swap(self._keys.model, self._view.model_revision, record(), fence)).mod_revision
 
     def _situation(self) -> Situation:
         history = self._view.history

@@ -19,6 +19,7 @@ from evolving.runtime.clock import Clock
 from evolving.runtime.errors import NotLeader, StoreUnavailable
 from evolving.runtime.log import get_logger
 from evolving.runtime.store import Conflict, Fenced
+from evolving.runtime.tasks import in_thread
 from evolving_planner.history import AUTHOR
 from evolving_planner.learning import Learning
 from evolving_planner.measures import Measures
@@ -94,7 +95,7 @@ class Replanner:
             roles = effective_roles(self._view.split, self._view.nodes)
             models = self._learning.models.in_force(self._view.nodes)
             # Many unlike nodes take a second and more; proposals and reports are served meanwhile.
-            return await asyncio.to_thread(evaluate, slices, roles, models, self._config)
+            return await in_thread(lambda: evaluate(slices, roles, models, self._config))
 
     async def _decide(self, term: Term, end_s: float) -> float:
         """One round; the monotonic time at which it is worth repeating before the next window's end."""

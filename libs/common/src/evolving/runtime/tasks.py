@@ -1,11 +1,13 @@
-"""Two things asyncio leaves to its users: ending tasks without losing one's own cancellation, and waiting for whichever
-comes first."""
+"""What asyncio leaves to its users: ending tasks without losing one's own cancellation, waiting for whichever comes
+first, and staying with a thread to its end."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 async def end_tasks(*tasks: asyncio.Task[Any]) -> None:
@@ -30,6 +32,18 @@ async def first_of(*works: Coroutine[Any, Any, Any]) -> None:
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Run `work` in a thread. A caller that is cancelled meanwhile leaves only when `work` has ended, for nothing can
+    stop it: a lock around it still means that there is one at a time."""
+    task = asyncio.create_task(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(_look_away)
+        await asyncio.wait((task,))
+        raise
 
 
 def _look_away(task: asyncio.Task[Any]) -> None:
