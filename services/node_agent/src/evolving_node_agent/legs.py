@@ -15,7 +15,6 @@ from evolving_node_agent.blocks import ContextBlocks
 from evolving_node_agent.engines.port import (
     DecodeEvent,
     DecodeJob,
-    Finished,
     FinishReason,
     Prefilled,
     PrefillEvent,
@@ -117,7 +116,6 @@ class DecodeRun:
         self._output_tokens = 0
         self._iterations = 0
         self._context_tokens = 0  # summed over iterations
-        self._reported = False
 
     def take(self, event: DecodeEvent) -> node_agent_pb2.DecodeResponse:
         """Report what the event means and say it to the caller."""
@@ -134,7 +132,8 @@ class DecodeRun:
             self._tell_output(*self._blocks.sampled(event.ids))
             ids = event.ids.astype("<u4", copy=False).tobytes()
             return node_agent_pb2.DecodeResponse(tokens=node_agent_pb2.DecodeTokens(index=event.index, token_ids=ids))
-        self._finish(event)
+        if self._ref is not None and event.reason is not FinishReason.ABORTED:
+            self._directory.tell(self._ref, reports.done(self._ref))
         finished = node_agent_pb2.DecodeFinished(reason=FINISH_REASONS[event.reason], iterations=event.iterations)
         return node_agent_pb2.DecodeResponse(finished=finished)
 
@@ -153,21 +152,12 @@ class DecodeRun:
         if self._ref is not None and names:
             self._directory.tell(self._ref, reports.output(self._ref, first_block, names), names[-NAME_BYTES:])
 
-    def _finish(self, event: Finished) -> None:
-        self._report(event.iterations)
-        if self._ref is not None and event.reason is not FinishReason.ABORTED:
-            self._directory.tell(self._ref, reports.done(self._ref))
-
     def over(self) -> None:
         """Nothing more comes. The node did the work of a leg that broke off too, as when the caller found a stop text:
         it is reported as far as it is known here, also where the first token had been enough."""
-        if self._started_s is not None and not self._reported:
-            self._report(self._iterations)
-
-    def _report(self, iterations: int) -> None:
-        self._reported = True
+        if self._started_s is None:
+            return
+        service_s = self._directory.clock.now_s() - self._started_s
         context_tokens = self._context_tokens / self._iterations if self._iterations else 0.0
-        now_s = self._directory.clock.now_s()
-        service_s = now_s - self._started_s if self._started_s is not None else 0.0
-        sample = decode_sample(self._request.request_id, self._output_tokens, iterations, context_tokens, service_s)
-        self._work.add(sample)
+        work = (self._output_tokens, self._iterations, context_tokens)
+        self._work.add(decode_sample(self._request.request_id, *work, service_s))
