@@ -17,25 +17,33 @@ _log = get_logger(__name__)
 
 
 class ClusterWatch:
-    """Follows the partition's keys and tells the host."""
+    """Follows those keys alone: the planner's decisions beside them are megabytes."""
 
     def __init__(self, store: Store, keys: Keys, host: Host) -> None:
         self._store = store
         self._keys = keys
         self._host = host
+        self._unread = {keys.nodes, keys.split, keys.term(ROLE)}
         self._nodes: set[str] = set()
         self._split = Split()
         self.loaded = asyncio.Event()  # everything there was at the start is known
 
     async def run(self) -> None:
         """For ever. While etcd is away the last knowledge holds."""
-        async for batch in self._store.watch(self._keys.root + "/"):
-            self._apply(batch)
-            self._host.set_nodes(self._nodes, effective_roles(self._split, self._nodes))
-            self.loaded.set()
+        async with asyncio.TaskGroup() as tasks:
+            for prefix in tuple(self._unread):
+                tasks.create_task(self._follow(prefix))
 
-    def _apply(self, batch: WatchBatch) -> None:
-        if batch.snapshot:
+    async def _follow(self, prefix: str) -> None:
+        async for batch in self._store.watch(prefix):
+            self._apply(batch, prefix)
+            self._unread.discard(prefix)
+            if not self._unread:  # nodes without the split would seem to have lost their roles
+                self._host.set_nodes(self._nodes, effective_roles(self._split, self._nodes))
+                self.loaded.set()
+
+    def _apply(self, batch: WatchBatch, prefix: str) -> None:
+        if batch.snapshot and prefix == self._keys.nodes:
             self._nodes.clear()
         for key in batch.deletes:
             self._nodes.discard(key.removeprefix(self._keys.nodes))
