@@ -181,6 +181,20 @@ def test_full_queues_are_the_client_s_to_wait_for_unless_it_had_a_place() -> Non
     assert (recovery.failures, recovery.moves) == (0, 0)
 
 
+def test_a_full_queue_of_long_ago_makes_nobody_wait_for_nodes_that_are_gone() -> None:
+    full = failed("a", "QUEUE_FULL", grpc.StatusCode.RESOURCE_EXHAUSTED)
+    for queued_again in (False, True):
+        recovery = Recovery(attempts_max=9, recover_s=60)
+        recovery.queued()
+        recovery.failed(full, 1)
+        if queued_again:
+            recovery.queued()
+        recovery.nowhere(1)
+        recovery.nowhere(2)
+        with pytest.raises(NoNode if queued_again else QueueFull):
+            recovery.nowhere(63)
+
+
 def test_a_rejection_is_final() -> None:
     with pytest.raises(InvalidRequest, match="it broke"):
         Recovery(attempts_max=9, recover_s=60).failed(failed("a", "REJECTED", grpc.StatusCode.INVALID_ARGUMENT), 1)

@@ -31,13 +31,14 @@ class Recovery:
     moves: int = 0  # in all
     avoid_prefill: dict[str, str] = field(default_factory=dict)
     avoid_decode: dict[str, str] = field(default_factory=dict)
-    last: LegFailed | None = None
+    last: LegFailed | None = None  # since it was last queued
 
     def queued(self) -> None:
         """A node has it in its queue, or had, until its role switched."""
         self.admitted = True
         self.lost_since_s = None
         self.full = 0
+        self.last = None
 
     def progressed(self) -> None:
         """A token came: what failed before is forgiven."""
@@ -82,8 +83,9 @@ class Recovery:
         full = self.last is not None and self.last.status is grpc.StatusCode.RESOURCE_EXHAUSTED
         if (self.last is None or full) and not self.admitted:
             raise self.surrender()
+        full_somewhere = bool(self.avoid_prefill)  # else nobody was there to ask since the last look
         self.forgive()
-        if self._only_full():
+        if full_somewhere and self._only_full():
             self.full += 1
             return self._backoff_s(self.full)
         if self._tired(now_s):
