@@ -16,6 +16,8 @@ from planner_harness import node_registration
 from evolving.core.config import PlannerConfig
 from evolving.core.errors import UnknownNode
 from evolving.core.iterations import IterationWindow as Window
+from evolving.core.replan import evaluate
+from evolving.core.terms import Role
 from evolving.internal.v1.planner_pb2 import (
     IterationSums,
     IterationWindow,
@@ -188,6 +190,7 @@ BAD_WORK = [
         for value in NUMBERS
     ),
     *(window_with(name, 2**64 - 1, "decode") for name in ("iterations", "requests", "context_tokens")),
+    work(samples=[WorkSample(request_id="r", phase=PHASE_PREFILL, uncached_tokens=10, query_key_pairs=9)]),
     window_with("busy_s", 1e-300, "prefill"),
     window_with("cold_iterations", 2**64 - 1),
     *(window_with("age_s", value) for value in NUMBERS),
@@ -292,3 +295,47 @@ def test_whatever_is_reported_what_is_measured_stays_finite(
 
 def vars_of(work: object) -> list[float]:
     return [float(getattr(work, name)) for name in cast("Any", type(work)).__slots__]
+
+
+TINY = [5e-324, 1e-300, 1e-9, 0.3]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    levels=st.lists(st.sampled_from([*TINY, 1e18]), min_size=1, max_size=2),
+    tokens=st.sampled_from([1, 2**32 - 1]),
+    pairs=st.sampled_from([*TINY, 1e9, 1e18]),
+    iterations=SIZES,
+    context_tokens=st.sampled_from([0.0, *TINY, 1e18]),
+    coefficients=st.sampled_from([(0.01, 0.001, 0.0, 0.0, 0.0), (0.0, 0.0, 1e-9, 0.0, 0.0)]),
+)
+def test_whatever_is_reported_what_is_decided_from_it_is_finite(
+    levels: list[float],
+    tokens: int,
+    pairs: float,
+    iterations: int,
+    context_tokens: float,
+    coefficients: tuple[float, float, float, float, float],
+) -> None:
+    planner = Planner()
+    planner.nodes = {node: replace(node_registration(node), prefill_coefficients=coefficients) for node in "abc"}
+    prefill = {"phase": PHASE_PREFILL, "uncached_tokens": tokens, "query_key_pairs": pairs}
+    decode = {"phase": PHASE_DECODE, "iterations": iterations, "context_tokens": context_tokens}
+    samples = [
+        WorkSample(request_id=f"r{age_s}", age_s=age_s, **leg)  # type: ignore[arg-type]
+        for age_s in range(1, 600, 10)
+        for leg in (prefill, decode)
+    ]
+    try:
+        planner.give(work(samples=samples))
+    except InvalidRequest:
+        assert pairs < tokens
+    planner.give(*(opened((600, 0, level), gateway_id=f"g{place}") for place, level in enumerate(levels)))
+    found = evaluate(
+        planner.measures.slices(NOW_S),
+        {"a": Role.PREFILL, "b": Role.DECODE, "c": Role.DECODE},
+        planner.models.in_force(planner.nodes),
+        CONFIG,
+    )
+    for candidate in found.candidates:
+        assert all(math.isfinite(value) for value in (candidate.throughput, candidate.mean_gain, candidate.error))

@@ -22,6 +22,7 @@ _AGE_MAX_S = 1e9  # thirty years; of a greater one floats don't tell seconds apa
 _SUM_MAX = 1e18  # of tokens, pairs, iterations: sums of such and their squares are finite
 _SHORTEST_S = 1e-9  # of iterations that took any time, so that ratios are finite too
 _OVERLAP_MAX_S = 1e-3  # rounding of ages
+_LEVEL_DIGITS = 9  # what a clock tells of a level; of less than that, ratios of splits are not finite
 
 
 def work_samples(samples: Sequence[planner_pb2.WorkSample], now_s: float) -> list[WorkSample]:
@@ -48,7 +49,10 @@ def open_levels(levels: Sequence[planner_pb2.OpenLevel], now_s: float) -> list[O
         _require_within("requests", level.requests, _SUM_MAX)
     if any(later.from_age_s > earlier.to_age_s + _OVERLAP_MAX_S for earlier, later in itertools.pairwise(levels)):
         raise InvalidRequest("levels overlap, or are not the oldest first")
-    return [OpenLevel(now_s - level.from_age_s, now_s - level.to_age_s, level.requests) for level in levels]
+    return [
+        OpenLevel(now_s - level.from_age_s, now_s - level.to_age_s, round(level.requests, _LEVEL_DIGITS))
+        for level in levels
+    ]
 
 
 def require_id(name: str, value: str) -> None:
@@ -67,6 +71,8 @@ def _work_sample(sample: planner_pb2.WorkSample, now_s: float) -> WorkSample:
         raise InvalidRequest(f"a work sample has no phase (number {sample.phase})")
     done: PrefillDone | DecodeDone
     if Phase(sample.phase) is Phase.PREFILL:
+        if sample.query_key_pairs < sample.uncached_tokens:
+            raise InvalidRequest("a token computed attends to itself at least: query_key_pairs < uncached_tokens")
         tokens = (sample.restored_tokens, sample.cached_tokens)
         done = PrefillDone(sample.request_id, PrefillSums(sample.uncached_tokens, sample.query_key_pairs, *tokens))
     else:
