@@ -143,6 +143,18 @@ def test_who_asks_for_a_fit_gets_one_of_all_there_is_or_is_told_that_it_is_too_l
     assert (lent.prefill_fit.node_id, lent.prefill_fit.recent_rows) == ("a", 5)
 
 
+@pytest.mark.parametrize("kept", [40, 57])
+def test_of_a_node_the_newest_windows_are_kept_and_no_more(kept: int) -> None:
+    """40: the fewest that may be set."""
+    book, registered = ModelBook(CONFIG, windows_kept=kept), nodes("a")
+    give(book, "a", windows(kept + 30, factor=2.0))
+    give(book, "a", windows(kept, seed=2))
+    book.refit(registered, 1.0, wanted=["a"])
+    (view,) = book.views(registered)
+    assert (view.prefill_fit.rows, view.decode_fit.rows) == (kept, kept)
+    assert prefill_in_force(book, registered) == pytest.approx(astuple(PREFILL), rel=1e-6), "the old ones are gone"
+
+
 def test_a_node_that_was_never_seen_in_a_phase_takes_the_fit_of_one_that_is_alike() -> None:
     book = ModelBook(CONFIG)
     registered = nodes("a", "b", "c") | nodes("unlike", chunk_tokens=64)

@@ -7,6 +7,7 @@ import pytest
 from evolving.core.config import Gate, PlannerConfig
 from evolving.core.modes import Mode
 from evolving.runtime.settings_loader import load
+from evolving_planner.measures import Measures, OpenLevel
 from evolving_planner.settings import PlannerSettings
 
 
@@ -20,13 +21,14 @@ from evolving_planner.settings import PlannerSettings
         ("--warm-up-s", "nan"),
         ("--window-s", "0"),
         ("--window-s", "inf"),
+        ("--window-s", "3601"),
         ("--slices", "1"),
         ("--slices-valid-least", "11"),
         ("--slice-completions-least", "0"),
         ("--gain-floor", "-0.01"),
         ("--gain-floor", "nan"),
         ("--cooldown-s", "inf"),
-        ("--iteration-windows-kept", "0"),
+        ("--iteration-windows-kept", "39"),
         ("--drift-error-max", "0"),
         ("--decisions-kept", "0"),
     ],
@@ -43,6 +45,14 @@ def test_by_default_it_decides_as_the_core_does() -> None:
     assert settings.planner_config == PlannerConfig()
     assert settings.mode is Mode.AUTO
     assert settings.first_split.shape is None
+
+
+def test_the_longest_window_fits_into_what_is_kept_of_a_gateway() -> None:
+    settings = load(PlannerSettings, ["--window-s=3600"], environ={})
+    measures, end_s = Measures(settings.planner_config), settings.window_s
+    for now_s in range(1, 3601):  # a level a second, as gateways have them
+        measures.report_open("g", [OpenLevel(now_s - 1.0, float(now_s), 3.0)], now_s)
+    assert [part.open_requests for part in measures.slices(end_s)] == pytest.approx([3.0] * settings.slices)
 
 
 def test_flags_reach_what_decides_and_what_fits() -> None:

@@ -41,7 +41,7 @@ class PlannerSettings(ServiceSettings):
         "each is measured in both, seconds",
     )
     window_s: float = Field(
-        _CORE.window_s, ge=1, le=86_400, description="measurements that a decision looks back on, seconds"
+        _CORE.window_s, ge=1, le=3600, description="measurements that a decision looks back on, seconds"
     )
     slices: int = Field(
         _CORE.slices, ge=2, le=100, description="slices of a window; each gives one gain per possible split"
@@ -69,7 +69,7 @@ class PlannerSettings(ServiceSettings):
         description="time after any change of the split without a switch by throughput, seconds",
     )
     iteration_windows_kept: int = Field(
-        600, ge=20, le=100_000, description="measured stretches of a node's iterations kept to fit its time model to"
+        600, ge=40, le=100_000, description="measured stretches of a node's iterations kept to fit its time model to"
     )
     drift_error_max: float = Field(
         _FIT.drift_error_max,
