@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from core.planning import MODELS, WORKS, a_slice, mean_work, node_model
@@ -16,9 +19,11 @@ from evolving.core.replan import decide_by_throughput, evaluate
 from evolving.core.terms import Role
 from evolving.core.throughput import NodeModel
 from evolving.runtime.keys import BadRecord
+from evolving.v1.planner_pb2 import ListDecisionsRequest
 from evolving_planner.history import History
 from evolving_planner.measures import Missing
 from evolving_planner.records import decode_decision, decode_split, encode_decision, encode_split
+from evolving_planner.service import PlannerService
 
 P, D, M, X = Role
 HOLDS = st.none() | st.builds(Hold, st.text(), st.text(), st.none() | st.floats(0, 1e10))
@@ -176,6 +181,24 @@ def test_decisions_are_listed_from_the_newest_down_by_number() -> None:
     history.put(7, encode_decision(decision(8), None), revision=30)
     assert epochs(history, before=3) == [3, 2, 1], "numbers stay"
     assert epochs(history, before=0) == []
+
+
+async def test_a_page_of_large_decisions_is_shorter_so_that_every_client_takes_it() -> None:
+    history, value = History(), encode_decision(decision(1, nodes=10_000), None)
+    for number in range(30):
+        history.put(number, value, revision=10)
+    loaded = asyncio.Event()
+    loaded.set()
+    view = cast("Any", SimpleNamespace(history=history, loaded=loaded))
+    other = cast("Any", None)
+    service = PlannerService(view, other, other, other, other, Mode.AUTO, other)
+    token, listed, pages = "", 0, 0
+    while token or not pages:
+        page = await service.ListDecisions(ListDecisionsRequest(page_size=1000, page_token=token), other)
+        assert page.ByteSize() < 4 * 1024 * 1024
+        token, listed, pages = page.next_page_token, listed + len(page.decisions), pages + 1
+    assert listed == 30
+    assert 1 < pages < 30
 
 
 def test_a_split_without_its_decision_gets_one_once() -> None:

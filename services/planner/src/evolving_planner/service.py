@@ -33,7 +33,7 @@ from evolving_planner.replanner import Replanner
 from evolving_planner.view import View
 
 _PAGE_DEFAULT, _PAGE_MAX = 50, 1000
-_PAGE_BYTES_MAX = 8_000_000  # evaluations of large clusters: a page is shorter before it is a message too large
+_PAGE_BYTES_MAX = 3_000_000  # gRPC clients take 4 MiB unless they are told otherwise
 _LONGEST_REASON = 1000
 _LONGEST_HOLD_S = 10 * 366 * 86_400.0
 _NODES_MAX = 10_000
