@@ -14,6 +14,7 @@ import pytest
 from gateway_harness import KEYS, Bench, bench, failure
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 from waiting import eventually
 
 from evolving.internal.v1 import planner_pb2, planner_pb2_grpc
@@ -170,11 +171,16 @@ async def test_levels_wait_for_a_leader_and_for_its_answer(it: Reporting, planne
 
 
 async def test_what_a_planner_refuses_as_such_is_not_told_for_ever(it: Reporting, planner: Planner) -> None:
-    it.channel.address = planner.address
-    planner.errors.append(ErrorDetail(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", "no"))
-    await it.second(2)
+    """It is logged, also where nobody could be told before."""
+    invalid = ErrorDetail(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT", "no")
+    with capture_logs() as lines:
+        await it.second(2)
+        it.channel.address = planner.address
+        planner.errors.extend([invalid, invalid])
+        await it.second(3)
     assert [len(report.levels) for report in planner.reports] == [1]
-    assert it.outcomes("refused") == 1
+    assert it.outcomes("refused") == 2
+    assert [line["outcome"] for line in lines] == ["away", "refused"]
 
 
 async def test_a_gateway_that_leaves_tells_its_last_level(it: Reporting, planner: Planner) -> None:

@@ -105,7 +105,7 @@ class OpenReporter:
         self._partition_id = partition_id
         self._gateway_id = gateway_id
         self._clock = clock
-        self._failing = False
+        self._failing = ""  # how reports fail
         self._reports = metrics.counter(
             "gateway_open_reports", "Reports to the leading planner of how many requests are open.", ("outcome",)
         )
@@ -142,12 +142,12 @@ class OpenReporter:
             return
         self._open.forget(levels)
         self._reports.labels("answered").inc()
-        self._failing = False
+        self._failing = ""
 
     def _failed(self, outcome: str, why: str) -> None:
         self._reports.labels(outcome).inc()
-        if not self._failing:  # once, and not every second
-            self._failing = True
+        if self._failing != outcome:  # once, and not every second
+            self._failing = outcome
             _log.warning("open_requests_not_reported", address=self._planner.address, outcome=outcome, error=why)
 
     def _message(self, levels: Sequence[Level]) -> planner_pb2.ReportOpenRequest:

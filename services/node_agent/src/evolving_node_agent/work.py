@@ -114,7 +114,7 @@ class WorkReporter:
         self._sequence = 0
         self._begun_s = -math.inf  # when the last report was made
         self._sending = asyncio.Lock()
-        self._failing = False
+        self._failing = ""  # how reports fail, by the status code
         self._dropped = 0
         unsent = metrics.gauge("node_work_unsent", "Work samples and iteration windows that wait for a planner.")
         unsent.set_function(lambda: float(self._unsent))
@@ -197,15 +197,15 @@ class WorkReporter:
                 return False
             self._dropped += len(self._report)  # it would be refused again
         else:
-            self._failing = False
+            self._failing = ""
             self._answered(answer)
         self._report = None
         return True
 
     def _failed(self, error: grpc.aio.AioRpcError) -> None:
-        if not self._failing:  # once, and not every second
-            self._failing = True
-            address, code = self._planner.address, error.code().name
+        if self._failing != error.code().name:  # once, and not every second
+            self._failing = error.code().name
+            address, code = self._planner.address, self._failing
             _log.warning("work_not_reported", address=address, code=code, error=error.details())
 
     def _request(self, report: _Report) -> planner_pb2.ReportWorkRequest:
