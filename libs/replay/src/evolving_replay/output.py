@@ -77,10 +77,16 @@ def _rows(report: Report) -> list[tuple[str, str]]:
         f"{report.requests_per_s:.2f} requests, {report.prompt_tokens_per_s:.0f} prompt tokens, "
         f"{report.output_tokens_per_s:.0f} output tokens"
     )
-    rows = [
+    unfinished = [("unfinished", f"{report.unfinished}")] if report.unfinished else []
+    not_ended = (
+        [("branches not ended", f"of {report.branches_not_ended} sessions")] if report.branches_not_ended else []
+    )
+    return [
         ("played", f"{report.sessions} sessions, {report.requests} requests in {report.wall_s:.1f} s"),
         ("failed", f"{report.failed}" + (f": {failures}" if failures else "")),
+        *unfinished,
         ("sent again, moved", f"{report.resent}, {report.moved}"),
+        *not_ended,
         ("first token", _latency(report.ttft)),
         ("whole answer", _latency(report.e2e)),
         ("a second", speeds),
@@ -90,12 +96,8 @@ def _rows(report: Report) -> list[tuple[str, str]]:
         ("beyond ideal", percent(report.beyond_ideal)),
         ("fetched", f"in {report.fetch_s:.2f} s, {hidden}"),
         ("most loaded prefill", f"{report.most_loaded_prefill:.2f} of the mean"),
+        *((f"  {node_id}", _load(load)) for node_id, load in report.nodes.items()),
     ]
-    if report.unfinished:
-        rows.insert(2, ("unfinished", f"{report.unfinished}"))
-    if report.branches_not_ended:
-        rows.insert(3 + bool(report.unfinished), ("branches not ended", f"of {report.branches_not_ended} sessions"))
-    return [*rows, *((f"  {node_id}", _load(load)) for node_id, load in report.nodes.items())]
 
 
 def _load(load: NodeLoad) -> str:
