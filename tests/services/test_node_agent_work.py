@@ -91,6 +91,7 @@ async def test_windows_are_all_that_ran_and_samples_all_that_was_served(etcd: Et
     assert [report.dropped for report in planner.reports] == [0] * len(planner.reports)
     prefills, decodes = of_phase(planner, common_pb2.PHASE_PREFILL), of_phase(planner, common_pb2.PHASE_DECODE)
     assert set(prefills) == set(decodes) == {*sizes, "again"}
+    assert {sample.tenant for sample in planner.samples} == {requests[0].tenant}
     for name, (size, count) in sizes.items():
         assert (prefills[name].uncached_tokens, prefills[name].cached_tokens) == (size, 0)
         assert prefills[name].query_key_pairs == query_key_pairs(size, 0)
@@ -325,7 +326,7 @@ async def test_reports_are_bounded(etcd: Etcd) -> None:
         reporter = reporter_to(channel, metrics, limit=2300)
         for number in range(2500):
             reporter.begin_life(str(number))
-            reporter.add(decode_sample(str(number), 1, 1, 5.0, 0.0))
+            reporter.add(decode_sample("t", str(number), 1, 1, 5.0, 0.0))
             if number % 2:
                 reporter.end_life(IterationWindow(cold_iterations=number))
         await reporter.farewell()  # nobody leads: it doesn't wait for anybody

@@ -101,6 +101,23 @@ def test_a_report_is_taken_with_all_that_is_in_it() -> None:
     assert (planner.taken, planner.windows) == (2, 1), "once"
 
 
+def test_requests_of_two_tenants_with_one_id_are_two() -> None:
+    """Ids are unique within a tenant: each harness makes its own."""
+    planner = Planner()
+    samples = []
+    for tenant, tokens in (("t", 10), ("u", 30)):
+        for sample in work().samples:
+            sample.tenant = tenant
+            if sample.phase == PHASE_PREFILL:
+                sample.uncached_tokens, sample.query_key_pairs = tokens, tokens * (tokens + 1) / 2
+            samples.append(sample)
+    planner.give(work(samples=samples))
+    last = planner.measures.slices(NOW_S)[-1]
+    assert last.completions == 2
+    assert last.work is not None
+    assert (last.work.uncached_tokens, last.work.decode_iterations) == (20, 4)
+
+
 def test_a_report_is_answered_with_what_is_fitted_of_the_node() -> None:
     """Also one with nothing in it, one that comes twice, and that of a node which is alike. Before the first fit, to
     another life than the one registered and to a node that is not what was fitted, nothing is said."""
@@ -179,6 +196,7 @@ BAD_WORK = [
     work(windows=[*work().windows] * 11_000),
     *(sample_with("phase", phase) for phase in (0, 3, -1, 99)),
     *(sample_with("request_id", request_id) for request_id in ("", "i" * 300)),
+    sample_with("tenant", "t" * 300),
     *(
         sample_with(name, value)
         for name in ("query_key_pairs", "context_tokens", "service_s", "age_s")

@@ -79,9 +79,10 @@ class PrefillRun:
 
     def _report(self, event: Prefilled) -> None:
         job = self._job
-        self._work.add(prefill_sample(self._request.request_id, len(job.tokens), event.cached, event.prefill_s))
+        named = self._request.tenant, self._request.request_id
+        self._work.add(prefill_sample(*named, len(job.tokens), event.cached, event.prefill_s))
         if event.finish is not None:  # nothing is left to decode, and no node will say so
-            self._work.add(decode_sample(self._request.request_id, 0, 0, 0.0, 0.0))
+            self._work.add(decode_sample(*named, 0, 0, 0.0, 0.0))
         ref = _ref(self._request)
         if ref is None:
             return
@@ -160,4 +161,4 @@ class DecodeRun:
         service_s = self._directory.clock.now_s() - self._started_s
         context_tokens = self._context_tokens / self._iterations if self._iterations else 0.0
         work = (self._output_tokens, self._iterations, context_tokens)
-        self._work.add(decode_sample(self._request.request_id, *work, service_s))
+        self._work.add(decode_sample(self._request.tenant, self._request.request_id, *work, service_s))

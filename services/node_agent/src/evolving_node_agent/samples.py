@@ -12,10 +12,13 @@ from evolving.v1 import common_pb2
 from evolving_node_agent.engines.port import CachedTokens
 
 
-def prefill_sample(request_id: str, tokens: int, cached: CachedTokens, service_s: float) -> planner_pb2.WorkSample:
+def prefill_sample(
+    tenant: str, request_id: str, tokens: int, cached: CachedTokens, service_s: float
+) -> planner_pb2.WorkSample:
     """A prefill leg over `tokens`, of which `cached` were reused."""
     uncached = tokens - cached.total
     return planner_pb2.WorkSample(
+        tenant=tenant,
         request_id=request_id,
         phase=common_pb2.PHASE_PREFILL,
         uncached_tokens=uncached,
@@ -27,10 +30,11 @@ def prefill_sample(request_id: str, tokens: int, cached: CachedTokens, service_s
 
 
 def decode_sample(
-    request_id: str, output_tokens: int, iterations: int, context_tokens: float, service_s: float
+    tenant: str, request_id: str, output_tokens: int, iterations: int, context_tokens: float, service_s: float
 ) -> planner_pb2.WorkSample:
     """A decode leg that produced `output_tokens` in `iterations`, at a context of `context_tokens` in the mean."""
     return planner_pb2.WorkSample(
+        tenant=tenant,
         request_id=request_id,
         phase=common_pb2.PHASE_DECODE,
         output_tokens=output_tokens,

@@ -63,6 +63,9 @@ def require_id(name: str, value: str) -> None:
 
 def _work_sample(sample: planner_pb2.WorkSample, now_s: float) -> WorkSample:
     require_id("request_id", sample.request_id)
+    if len(sample.tenant) > _LONGEST_ID:
+        raise InvalidRequest(f"tenant has more than {_LONGEST_ID} characters")
+    request_id = f"{sample.tenant}\n{sample.request_id}"  # no two tenants know of each other's ids
     _require_within("query_key_pairs", sample.query_key_pairs, _SUM_MAX)
     _require_within("context_tokens", sample.context_tokens, _SUM_MAX)
     _require_within("service_s", sample.service_s, _AGE_MAX_S)
@@ -74,9 +77,9 @@ def _work_sample(sample: planner_pb2.WorkSample, now_s: float) -> WorkSample:
         if sample.query_key_pairs < sample.uncached_tokens:
             raise InvalidRequest("a token computed attends to itself at least: query_key_pairs < uncached_tokens")
         tokens = (sample.restored_tokens, sample.cached_tokens)
-        done = PrefillDone(sample.request_id, PrefillSums(sample.uncached_tokens, sample.query_key_pairs, *tokens))
+        done = PrefillDone(request_id, PrefillSums(sample.uncached_tokens, sample.query_key_pairs, *tokens))
     else:
-        done = DecodeDone(sample.request_id, sample.iterations, sample.context_tokens)
+        done = DecodeDone(request_id, sample.iterations, sample.context_tokens)
     return WorkSample(now_s - sample.age_s, done)
 
 

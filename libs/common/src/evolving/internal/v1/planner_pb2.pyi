@@ -272,7 +272,9 @@ class WorkSample(_message.Message):
     SERVICE_S_FIELD_NUMBER: _builtins.int
     AGE_S_FIELD_NUMBER: _builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
+    """Unique within a tenant."""
     phase: _common_pb2.Phase.ValueType
     uncached_tokens: _builtins.int
     """Prefill: uncached and cached prompt tokens, tokens restored from host, query-key pairs."""
@@ -288,6 +290,7 @@ class WorkSample(_message.Message):
     """Seconds before the report at which it completed."""
     context_tokens: _builtins.float
     """Decode: the request's context in tokens, mean over its iterations."""
+    tenant: _builtins.str
     def __init__(
         self,
         *,
@@ -302,10 +305,11 @@ class WorkSample(_message.Message):
         service_s: _builtins.float = ...,
         age_s: _builtins.float = ...,
         context_tokens: _builtins.float = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "cached_tokens", b"cached_tokens", "context_tokens", b"context_tokens", "iterations", b"iterations", "output_tokens", b"output_tokens", "phase", b"phase", "query_key_pairs", b"query_key_pairs", "request_id", b"request_id", "restored_tokens", b"restored_tokens", "service_s", b"service_s", "uncached_tokens", b"uncached_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "cached_tokens", b"cached_tokens", "context_tokens", b"context_tokens", "iterations", b"iterations", "output_tokens", b"output_tokens", "phase", b"phase", "query_key_pairs", b"query_key_pairs", "request_id", b"request_id", "restored_tokens", b"restored_tokens", "service_s", b"service_s", "tenant", b"tenant", "uncached_tokens", b"uncached_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
