@@ -114,6 +114,19 @@ async def test_full_queues_elsewhere_are_waited_for(stage: str) -> None:
         assert counted(it)[0] == 1
 
 
+async def test_who_was_full_before_the_switch_is_asked_again() -> None:
+    async with bench("a", "b", "c") as it:
+        await it.split(1, a="prefill", b="prefill", c="decode")
+        await it.wait("a", 1.0)
+        it.nodes["b"].script.refuse_prefill = FULL
+        (stream,) = await waiting_at(it, "a", "queued")
+        it.nodes["b"].script.refuse_prefill = None
+        await it.split(2, a="decode", b="prefill", c="decode")
+        assert (await stream.all()).prefill_node_id == "b"
+        assert started(stream) == ["a", "b"]
+        assert stream.ids == WANT
+
+
 @pytest.mark.parametrize("stage", ["sent", "queued"])
 async def test_no_wait_elsewhere_is_too_long(stage: str) -> None:
     async with bench("a", "b", max_wait_s=2.0) as it:

@@ -151,6 +151,7 @@ class Request:
             except RoleSwitched:
                 self._desk.metrics.reroutes.inc()
                 self._recovery.queued()
+                self._recovery.forgive()  # who had no place before may be where all of the phase go now
                 self._requotes = 0  # waits elsewhere grow by what leaves the node: no fault of the request's
                 _log.info("left_queue", node_id=decision.chosen.node_id, reason="role switched")
             except LegFailed as error:
