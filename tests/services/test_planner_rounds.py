@@ -125,18 +125,18 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(mode: Mode = Mode.AUTO, config: PlannerConfig = CONFIG) -> AsyncIterator[Cluster]:
+async def cluster(mode: Mode = Mode.AUTO, ttl_s: float = 60.0) -> AsyncIterator[Cluster]:
     """Two of the four nodes prefill, and the term has just begun."""
     clock, metrics = ManualClock(), PlannerMetrics(Metrics())
     store = MeddledStore(clock)
     view = View(store, KEYS, clock)
     first = FirstSplit(SplitShape(2, 2))
     office = Office(store, KEYS, view, first=first, decisions_kept=200, clock=clock, metrics=metrics)
-    measures = Measures(config)
+    measures = Measures(CONFIG)
     learning = Learning(view, office, ModelBook(), clock, metrics)
-    replanner = Replanner(view, office, measures, learning, config=config, mode=mode, clock=clock, metrics=metrics)
+    replanner = Replanner(view, office, measures, learning, config=CONFIG, mode=mode, clock=clock, metrics=metrics)
     await join(store, *FOUR)
-    async with Election(store, KEYS.leader(LEADER_ROLE), b"here", 60.0, clock) as election:
+    async with Election(store, KEYS.leader(LEADER_ROLE), b"here", ttl_s, clock) as election:
         loops = [asyncio.create_task(loop) for loop in (view.run(), office.run(election, "here"), replanner.run())]
         try:
             await eventually(lambda: view.split.epoch == 1)
@@ -186,6 +186,20 @@ async def test_a_switch_that_the_cooldown_stopped_is_decided_again_when_it_ends(
         await planned.pass_time(1.98)
         assert len(planned.measured()) == 2, "and once only; then with the next window"
         await planned.decided(3)
+
+
+async def test_of_windows_that_were_missed_the_newest_is_decided_by() -> None:
+    async with cluster(ttl_s=1000.0) as planned:
+        await planned.pass_time(0.99)
+        planned.clock.jump(3 * CONFIG.window_s)
+        decision = await planned.decided(1)
+        assert decision.evaluation is not None
+        assert decision.evaluation.slices[-1].ended_s == pytest.approx(planned.began_s + 3 * CONFIG.window_s)
+        await planned.pass_time(4.98)
+        second = await planned.decided(2)
+        assert second.evaluation is not None
+        assert second.evaluation.slices[-1].ended_s == pytest.approx(planned.began_s + 4 * CONFIG.window_s)
+        assert len(planned.measured()) == 2
 
 
 async def test_in_shadow_a_cooldown_calls_for_no_second_decision() -> None:

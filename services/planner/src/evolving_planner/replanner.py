@@ -77,9 +77,9 @@ class Replanner:
             if term is None:
                 continue
             if now_s >= window_end_s + self._lag_s:
-                end_s = window_end_s
                 missed = math.floor((now_s - self._lag_s - window_end_s) / self._config.window_s)
-                window_end_s += (missed + 1) * self._config.window_s
+                end_s = window_end_s + missed * self._config.window_s  # older ones say less, and are half forgotten
+                window_end_s = end_s + self._config.window_s
             elif now_s >= repeat_s:
                 end_s = now_s - self._lag_s
             else:
