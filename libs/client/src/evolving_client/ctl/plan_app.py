@@ -19,7 +19,7 @@ plan_app = typer.Typer(
 
 @plan_app.command("show")
 def _show(context: typer.Context) -> None:
-    """Mode, leader, hold, and the last decision by measurement. With all it was made from."""
+    """Mode, leader, hold, and the last decision by measurement. With the splits and slices it compared."""
     answer, decision = run(context, plan.read_plan)
     if options_of(context).json:
         output.print_json(plan.plan_json(answer, decision))
