@@ -239,6 +239,19 @@ def test_a_request_whose_end_is_never_heard_of_is_lost_in_time() -> None:
     assert window.lost_requests == 1
 
 
+@pytest.mark.parametrize(("read_until_s", "lost"), [(0, 3), (7, 2), (9, 1)])
+def test_what_had_no_room_is_lost_unless_it_was_read_whole(read_until_s: float, lost: int) -> None:
+    window = WorkWindow(requests_max=3)
+    prefill("without decode", 2).add_to(window)
+    for request_id, done_s in (("early", 5), ("later", 8)):
+        prefill(request_id, done_s).add_to(window)
+        decode(request_id, done_s).add_to(window)
+    window.slices(end_s=read_until_s, count=1, slice_s=10)
+    for place in range(3):
+        prefill(f"new{place}", 10).add_to(window)
+    assert window.lost_requests == lost
+
+
 LEVELS = st.lists(
     st.tuples(st.sampled_from(["g1", "g2"]), st.integers(0, 20), st.integers(0, 9), st.integers(0, 7)), max_size=12
 )

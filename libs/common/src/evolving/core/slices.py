@@ -78,7 +78,7 @@ class WorkWindow:
     levels_max: int = 10_000
     gateways_max: int = 1000
     late_samples: int = field(init=False, default=0)  # came after a reading of the slice they belong to
-    lost_requests: int = field(init=False, default=0)  # forgotten with a half missing, or without room to keep them
+    lost_requests: int = field(init=False, default=0)  # forgotten with a half missing, or unread for want of room
     # Gaps between levels of one gateway, and levels without room to keep them, summed over gateways.
     unreported_s: float = field(init=False, default=0.0)
     _requests: dict[str, _Request] = field(init=False, default_factory=dict)  # in the order they were last heard of
@@ -188,8 +188,9 @@ class WorkWindow:
         if request is None:
             request = _Request(done_s)
             if len(self._requests) >= self.requests_max:
-                del self._requests[next(iter(self._requests))]
-                self.lost_requests += 1
+                oldest = self._requests.pop(next(iter(self._requests)))
+                was_read = oldest.prefill is not None and oldest.completed_s < self._read_until_s
+                self.lost_requests += not was_read
         self._requests[request_id] = request
         request.heard_s = max(request.heard_s, done_s)
         return request
