@@ -76,7 +76,7 @@ class PlannerSettings(ServiceSettings):
         gt=0,
         le=10,
         description="mean relative error of a node's time model over its newest iterations, above which it is fitted "
-        "anew",
+        "anew, where that is also more than twice the error it was fitted with",
     )
     leader_ttl_s: float = Field(
         5.0, ge=1, le=60, description="a leader that could not renew for this long has lost its office, seconds"
