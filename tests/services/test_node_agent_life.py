@@ -189,7 +189,7 @@ async def test_work_is_reported_once_a_planner_leads(etcd: Etcd) -> None:
                 ("two", 7, 7),
                 ("short", 0, 0),  # its first token was its last; it completed all the same
             ]
-            assert all(sample.age_s >= 0 and sample.service_s >= 0 for sample in samples)
+            assert all(sample.age_s >= 0 for sample in samples)
 
 
 async def test_as_a_process(etcd: Etcd) -> None:

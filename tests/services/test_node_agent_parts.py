@@ -303,7 +303,7 @@ def test_mean_new_tokens() -> None:
 
 
 def test_work_of_a_prefill_leg() -> None:
-    sample = prefill_sample("t", "r", 100, CachedTokens(l1=10, l2=20, peer=30), 0.5)
+    sample = prefill_sample("t", "r", 100, CachedTokens(l1=10, l2=20, peer=30))
     assert (sample.uncached_tokens, sample.cached_tokens, sample.restored_tokens) == (40, 60, 50)
     assert sample.query_key_pairs == query_key_pairs(40, 60)
 
@@ -319,7 +319,7 @@ async def test_a_report_sent_again_keeps_its_number_and_incarnation() -> None:
             taken.append((request.incarnation, request.sequence, len(request.samples)))
             if len(taken) == 1:
                 reporter.begin_life("second")
-                reporter.add(decode_sample("t", "r2", 1, 1, 5.0, 0.0))
+                reporter.add(decode_sample("t", "r2", 1, 1, 5.0))
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "taken, and nobody hears of it")
             if len(taken) == 3:
                 all_there.set()
@@ -345,7 +345,7 @@ async def test_a_report_sent_again_keeps_its_number_and_incarnation() -> None:
         metrics=Metrics(),
     )
     reporter.begin_life("first")
-    reporter.add(decode_sample("t", "r1", 1, 1, 5.0, 0.0))
+    reporter.add(decode_sample("t", "r1", 1, 1, 5.0))
     running = asyncio.create_task(reporter.run())
     try:
         async with asyncio.timeout(WAIT_S):
@@ -358,5 +358,5 @@ async def test_a_report_sent_again_keeps_its_number_and_incarnation() -> None:
 
 
 def test_work_of_a_decode_leg() -> None:
-    sample = decode_sample("t", "r", 12, 11, 106.0, 0.5)
-    assert (sample.output_tokens, sample.iterations, sample.context_tokens, sample.service_s) == (12, 11, 106.0, 0.5)
+    sample = decode_sample("t", "r", 12, 11, 106.0)
+    assert (sample.output_tokens, sample.iterations, sample.context_tokens) == (12, 11, 106.0)

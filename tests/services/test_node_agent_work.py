@@ -150,7 +150,6 @@ async def test_a_leg_that_breaks_off_is_reported_as_far_as_it_came(etcd: Etcd, h
         assert 12 <= got[0] <= sample.iterations
         assert how == "cancelled" or got[0] == sample.iterations
         assert sample.context_tokens == pytest.approx(mean_context(50, sample.iterations))
-        assert sample.service_s > 0
         assert of_phase(planner, common_pb2.PHASE_PREFILL)["broken"].uncached_tokens == 50
 
 
@@ -326,7 +325,7 @@ async def test_reports_are_bounded(etcd: Etcd) -> None:
         reporter = reporter_to(channel, metrics, limit=2300)
         for number in range(2500):
             reporter.begin_life(str(number))
-            reporter.add(decode_sample("t", str(number), 1, 1, 5.0, 0.0))
+            reporter.add(decode_sample("t", str(number), 1, 1, 5.0))
             if number % 2:
                 reporter.end_life(IterationWindow(cold_iterations=number))
         await reporter.farewell()  # nobody leads: it doesn't wait for anybody

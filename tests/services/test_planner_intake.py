@@ -197,11 +197,7 @@ BAD_WORK = [
     *(sample_with("phase", phase) for phase in (0, 3, -1, 99)),
     *(sample_with("request_id", request_id) for request_id in ("", "i" * 300)),
     sample_with("tenant", "t" * 300),
-    *(
-        sample_with(name, value)
-        for name in ("query_key_pairs", "context_tokens", "service_s", "age_s")
-        for value in NUMBERS
-    ),
+    *(sample_with(name, value) for name in ("query_key_pairs", "context_tokens", "age_s") for value in NUMBERS),
     *(
         window_with(name, value, "mixed")
         for name in ("busy_s", "uncached_tokens", "query_key_pairs", "restored_tokens", "cached_tokens", "expert_share")
@@ -272,7 +268,6 @@ WORK = st.builds(
             restored_tokens=SIZES,
             query_key_pairs=FLOATS,
             iterations=SIZES,
-            service_s=FLOATS,
             age_s=FLOATS | st.floats(0, 600),
             context_tokens=FLOATS,
         ),

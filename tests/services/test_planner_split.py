@@ -204,7 +204,7 @@ async def test_epochs_never_fall_when_somebody_deletes_the_split(etcd: Etcd) -> 
 
 def report(sequence: int, samples: int = 1, **more: Any) -> internal_pb2.ReportWorkRequest:
     sample = internal_pb2.WorkSample(
-        request_id="r", phase=common_pb2.PHASE_PREFILL, uncached_tokens=10, query_key_pairs=55.0, service_s=0.1
+        request_id="r", phase=common_pb2.PHASE_PREFILL, uncached_tokens=10, query_key_pairs=55.0
     )
     fields: dict[str, Any] = {"partition_id": "p0", "node_id": "a", "incarnation": "a-1", **more}
     return internal_pb2.ReportWorkRequest(sequence=sequence, samples=[sample] * samples, **fields)
@@ -236,7 +236,9 @@ async def test_work_is_taken_once_and_lost_reports_are_seen(etcd: Etcd) -> None:
             assert (detail.status, detail.reason) == (grpc.StatusCode.FAILED_PRECONDITION, reason)
 
 
-@pytest.mark.parametrize(("field", "value"), [("phase", 0), ("phase", 7), ("service_s", float("nan")), ("age_s", -1.0)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("phase", 0), ("phase", 7), ("context_tokens", float("nan")), ("age_s", -1.0)]
+)
 async def test_a_sample_that_cannot_be_is_refused(etcd: Etcd, field: str, value: float) -> None:
     async with open_store(etcd) as store, planner(etcd) as (_, client):
         await with_split(store, client, "a", "b")

@@ -80,9 +80,9 @@ class PrefillRun:
     def _report(self, event: Prefilled) -> None:
         job = self._job
         named = self._request.tenant, self._request.request_id
-        self._work.add(prefill_sample(*named, len(job.tokens), event.cached, event.prefill_s))
+        self._work.add(prefill_sample(*named, len(job.tokens), event.cached))
         if event.finish is not None:  # nothing is left to decode, and no node will say so
-            self._work.add(decode_sample(*named, 0, 0, 0.0, 0.0))
+            self._work.add(decode_sample(*named, 0, 0, 0.0))
         ref = _ref(self._request)
         if ref is None:
             return
@@ -113,7 +113,7 @@ class DecodeRun:
         self._blocks = ContextBlocks(job.root, job.tokens, node.info.block_tokens, job.blocks)
         self._prompt_blocks = (len(job.tokens) - job.generated) // node.info.block_tokens
         self._prompt_tokens = len(job.tokens) - job.generated
-        self._started_s: float | None = None
+        self._started = False
         self._output_tokens = 0
         self._iterations = 0
         self._context_tokens = 0  # summed over iterations
@@ -139,7 +139,7 @@ class DecodeRun:
         return node_agent_pb2.DecodeResponse(finished=finished)
 
     def _start(self, event: Started) -> None:
-        self._started_s = self._directory.clock.now_s()
+        self._started = True
         if self._ref is not None:
             landed = reports.landed(self._ref, Phase.DECODE, self._prompt_blocks)
             self._directory.tell(
@@ -156,9 +156,8 @@ class DecodeRun:
     def over(self) -> None:
         """Nothing more comes. The node did the work of a leg that broke off too, as when the caller found a stop text:
         it is reported as far as it is known here, also where the first token had been enough."""
-        if self._started_s is None:
+        if not self._started:
             return
-        service_s = self._directory.clock.now_s() - self._started_s
         context_tokens = self._context_tokens / self._iterations if self._iterations else 0.0
         work = (self._output_tokens, self._iterations, context_tokens)
-        self._work.add(decode_sample(self._request.tenant, self._request.request_id, *work, service_s))
+        self._work.add(decode_sample(self._request.tenant, self._request.request_id, *work))

@@ -12,9 +12,7 @@ from evolving.v1 import common_pb2
 from evolving_node_agent.engines.port import CachedTokens
 
 
-def prefill_sample(
-    tenant: str, request_id: str, tokens: int, cached: CachedTokens, service_s: float
-) -> planner_pb2.WorkSample:
+def prefill_sample(tenant: str, request_id: str, tokens: int, cached: CachedTokens) -> planner_pb2.WorkSample:
     """A prefill leg over `tokens`, of which `cached` were reused."""
     uncached = tokens - cached.total
     return planner_pb2.WorkSample(
@@ -25,12 +23,11 @@ def prefill_sample(
         cached_tokens=cached.total,
         restored_tokens=cached.restored,
         query_key_pairs=query_key_pairs(uncached, cached.total),
-        service_s=service_s,
     )
 
 
 def decode_sample(
-    tenant: str, request_id: str, output_tokens: int, iterations: int, context_tokens: float, service_s: float
+    tenant: str, request_id: str, output_tokens: int, iterations: int, context_tokens: float
 ) -> planner_pb2.WorkSample:
     """A decode leg that produced `output_tokens` in `iterations`, at a context of `context_tokens` in the mean."""
     return planner_pb2.WorkSample(
@@ -40,7 +37,6 @@ def decode_sample(
         output_tokens=output_tokens,
         iterations=iterations,
         context_tokens=context_tokens,
-        service_s=service_s,
     )
 
 

@@ -68,7 +68,6 @@ def _work_sample(sample: planner_pb2.WorkSample, now_s: float) -> WorkSample:
     request_id = f"{sample.tenant}\n{sample.request_id}"  # no two tenants know of each other's ids
     _require_within("query_key_pairs", sample.query_key_pairs, _SUM_MAX)
     _require_within("context_tokens", sample.context_tokens, _SUM_MAX)
-    _require_within("service_s", sample.service_s, _AGE_MAX_S)
     _require_within("age_s", sample.age_s, _AGE_MAX_S)
     if int(sample.phase) not in set(Phase):
         raise InvalidRequest(f"a work sample has no phase (number {sample.phase})")

@@ -269,9 +269,8 @@ class WorkSample(_message.Message):
     QUERY_KEY_PAIRS_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     ITERATIONS_FIELD_NUMBER: _builtins.int
-    SERVICE_S_FIELD_NUMBER: _builtins.int
-    AGE_S_FIELD_NUMBER: _builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    AGE_S_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique within a tenant."""
@@ -284,12 +283,10 @@ class WorkSample(_message.Message):
     output_tokens: _builtins.int
     """Decode: output tokens and iterations."""
     iterations: _builtins.int
-    service_s: _builtins.float
-    """Seconds this leg took, its queue left out."""
-    age_s: _builtins.float
-    """Seconds before the report at which it completed."""
     context_tokens: _builtins.float
     """Decode: the request's context in tokens, mean over its iterations."""
+    age_s: _builtins.float
+    """Seconds before the report at which it completed."""
     tenant: _builtins.str
     def __init__(
         self,
@@ -302,14 +299,13 @@ class WorkSample(_message.Message):
         query_key_pairs: _builtins.float = ...,
         output_tokens: _builtins.int = ...,
         iterations: _builtins.int = ...,
-        service_s: _builtins.float = ...,
-        age_s: _builtins.float = ...,
         context_tokens: _builtins.float = ...,
+        age_s: _builtins.float = ...,
         tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "cached_tokens", b"cached_tokens", "context_tokens", b"context_tokens", "iterations", b"iterations", "output_tokens", b"output_tokens", "phase", b"phase", "query_key_pairs", b"query_key_pairs", "request_id", b"request_id", "restored_tokens", b"restored_tokens", "service_s", b"service_s", "tenant", b"tenant", "uncached_tokens", b"uncached_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "cached_tokens", b"cached_tokens", "context_tokens", b"context_tokens", "iterations", b"iterations", "output_tokens", b"output_tokens", "phase", b"phase", "query_key_pairs", b"query_key_pairs", "request_id", b"request_id", "restored_tokens", b"restored_tokens", "tenant", b"tenant", "uncached_tokens", b"uncached_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
