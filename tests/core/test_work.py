@@ -65,7 +65,13 @@ def test_the_wait_is_the_rest_of_the_batch_and_the_queue() -> None:
     rest = 0.5 + 0.01 * 64 + 1e-5 * query_key_pairs(64, 448)
     expected = rest + queue_service_s(queued, COEFFICIENTS, 256)
     assert node_wait_s(running, queued, COEFFICIENTS, 256) == pytest.approx(expected)
-    assert node_wait_s((), (), COEFFICIENTS, 256) == 0.0
+    # While a batch decodes, one of its iterations goes with each of prefill.
+    beside_s = 384 / 256 * 0.2
+    assert node_wait_s(running, queued, COEFFICIENTS, 256, 0.2) == pytest.approx(expected + beside_s)
+    assert node_wait_s((), queued[1:], COEFFICIENTS, 256, 0.2) == pytest.approx(
+        queue_service_s(queued[1:], COEFFICIENTS, 256) + 0.2
+    )
+    assert node_wait_s((), (), COEFFICIENTS, 256, 0.2) == 0.0
 
 
 def test_nonsense_is_refused() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sim.naive_node import Answer, Prompt, play
 
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
-from evolving.core.work import PrefillWork, node_wait_s
+from evolving.core.work import query_key_pairs
 from evolving_sim.events import EventHeap, Priority
 from evolving_sim.held_kv import Branch, HeldKv
 from evolving_sim.legs import DecodeLeg, PrefillLeg, Request
@@ -129,17 +129,24 @@ def test_a_leg_waits_for_device_memory_others_have() -> None:
     assert "second" not in one.done_s  # has its room now; its KV is still to come
 
 
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.floats(0, 10))
-def test_how_long_one_waits_is_what_the_core_says_of_the_legs(tokens: list[int], at_s: float) -> None:
-    """Equation 7's first two terms, kept up to date instead of summed anew."""
-    one = OneNode(SLOW)
-    for i, count in enumerate(tokens):
-        one.node.enqueue(one.prompt(f"p{i}", count))
-    one.run(at_s)
-    node = one.node
-    running = [PrefillWork(leg.left_tokens, leg.computed_tokens) for leg in node.running]
-    queued = [PrefillWork(leg.uncached_tokens) for leg in node.queue]
-    assert node.wait_s == pytest.approx(node_wait_s(running, queued, PREFILL, node.new_tokens_per_iteration))
+@pytest.mark.parametrize("decoding", [0, 2])
+def test_how_long_one_waits_goes_by_the_legs_and_the_batch_beside_them(decoding: int) -> None:
+    """Equation 7's first two terms. What runs has restored and read what it reuses."""
+    prefill = PrefillCoefficients(c0_s=0.25, c1_s=0.01, c2_s=1e-4, c3_s=1e-3, c4_s=1e-3)
+    one = OneNode(NodeConfig(prefill, SLOW.decode, accepted_tokens=2.0, chunk_tokens=64))
+    for i in range(decoding):
+        one.answer(f"a{i}", 100, 10)
+    running, queued = PrefillLeg(request("running", 164), 1, True, 64, 64), one.prompt("queued", 90)
+    one.node.kv.fetch(running.request.branch, 1)
+    one.node.enqueue(running)
+    one.node.enqueue(queued)
+    one.run(0.0)
+    queued.cached_tokens, queued.restored_tokens = 64, 64
+    assert (one.node.running, one.node.queue) == ([running], [queued])
+    runs_s = 0.25 * 100 / 64 + 0.01 * 100 + 1e-4 * query_key_pairs(100, 64)
+    queued_s = 0.25 + 0.01 * 26 + 1e-4 * query_key_pairs(26, 64) + 1e-3 * 64 + 1e-3 * 64
+    beside_s = 126 / 64 * SLOW.decode.decode_iteration_s(2, 20) if decoding else 0.0
+    assert one.node.wait_s == pytest.approx(runs_s + queued_s + beside_s)
 
 
 def test_a_prompt_whose_fetch_goes_on_is_passed_over() -> None:

@@ -1,7 +1,7 @@
 """The planner in the loop: what a leading planner does with what is reported, on virtual time.
 
-Measurements, evaluation, gate, cooldown and decision are the product's own core. The loop knows the nodes' coefficients
-as a perfect fit would; what depends on the mix (ū) it measures.
+Measurements, the mix (ū), evaluation, gate, cooldown and decision are the product's own core. The loop knows the nodes'
+coefficients as a perfect fit would, and t_fwd.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from evolving.core.config import PlannerConfig
-from evolving.core.iterations import IterationWindow, measure_mix
+from evolving.core.iterations import IterationWindow
 from evolving.core.modes import Mode
 from evolving.core.planner import Decision, SplitShape
 from evolving.core.replan import decide_by_throughput, evaluate, worth_repeating_at_s
+from evolving.core.sharing import shared_mixes
 from evolving.core.slices import DecodeDone, PrefillDone, WorkWindow
 from evolving.core.terms import Role
 from evolving.core.throughput import NodeModel
@@ -22,7 +23,6 @@ from evolving_sim.sim_cluster import Listeners, SimCluster
 
 AUTHOR = "planner"
 _GATEWAY = "gateway"
-_ITERATIONS_LEAST = 20  # of one node, below which its own ū is not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,24 +128,17 @@ class PlannerLoop:
             self.events.at(again_s, Priority.DECISION, self._decide)
 
     def models(self) -> dict[str, NodeModel]:
-        """The nodes as the planner knows them now. ū is a node's own, where it did not prefill lately that of all."""
+        """The nodes as the planner knows them now, with the mix since the window began."""
         windows = {
             node_id: node.meter.totals().since(self._totals.get(node_id, IterationWindow()))
             for node_id, node in self.cluster.nodes.items()
         }
-        shared = measure_mix(windows.values()).new_tokens_per_iteration
-
-        def new_tokens(node_id: str) -> float:
-            window = windows[node_id]
-            alone = window.prefill.iterations + window.mixed.iterations >= _ITERATIONS_LEAST
-            own = measure_mix((window,)).new_tokens_per_iteration if alone else shared
-            return max(1.0, own or float(self.cluster.configs[node_id].chunk_tokens))
-
+        mixes = shared_mixes(self.cluster.configs, windows)
         return {
             node_id: NodeModel(
                 prefill=config.prefill,
                 decode=config.decode,
-                new_tokens_per_iteration=new_tokens(node_id),
+                new_tokens_per_iteration=max(1.0, mixes[node_id].new_tokens_per_iteration or config.chunk_tokens),
                 decode_slots=config.decode_slots,
                 tokens_per_request=config.tokens_per_request,
             )

@@ -31,7 +31,6 @@ class Listeners:
 
     prefilled: Callable[[PrefillDone], None] = lambda _: None
     decoded: Callable[[DecodeDone], None] = lambda _: None
-    first_token: Callable[[Request], None] = lambda _: None
     done: Callable[[Request], None] = lambda _: None
 
 
@@ -244,7 +243,6 @@ class SimCluster:
     def _tell_prefilled(self, request: Request, work: PrefillSums) -> None:
         for listener in self.listeners:
             listener.prefilled(PrefillDone(request.request_id, work))
-            listener.first_token(request)
 
     def _tell_done(self, request: Request, decode: DecodeDone) -> None:
         request.done_s = self.events.now_s

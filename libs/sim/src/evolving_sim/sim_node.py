@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from evolving.core.iterations import IterationMeter
 from evolving.core.timemodel import PrefillSums
-from evolving.core.work import PrefillWork, query_key_pairs, queue_service_s
+from evolving.core.work import PrefillWork, node_wait_s, query_key_pairs
 from evolving_sim.events import Event, EventHeap, Priority
 from evolving_sim.held_kv import HeldKv
 from evolving_sim.legs import DecodeLeg, PrefillLeg
@@ -77,11 +77,9 @@ class SimNode:
     waiting: list[DecodeLeg] = field(init=False, default_factory=list)  # without a slot, in order of arrival
     granted: list[DecodeLeg] = field(init=False, default_factory=list)  # with a slot, their KV still to come
     batch: list[DecodeLeg] = field(init=False, default_factory=list)
-    busy_s: float = field(init=False, default=0.0)
     _joining: list[DecodeLeg] = field(init=False, default_factory=list)
     _now: _Iterations | None = field(init=False, default=None)
     _starting: bool = field(init=False, default=False)  # the next iteration begins at this moment
-    _queued: PrefillSums = field(init=False, default_factory=PrefillSums)  # of the queue
     _prefill_iterations: int = field(init=False, default=0)
     _prefill_tokens: int = field(init=False, default=0)
     _room_tokens: int = field(init=False, default=0)  # of device memory that granted legs take
@@ -101,19 +99,11 @@ class SimNode:
 
     @property
     def wait_s(self) -> float:
-        """W_n: seconds until a leg queued now would be taken, as a node agent reckons it (equation 7)."""
-        if not self.queue and not self.running:
-            return 0.0
-        per_iteration, coefficients = self.new_tokens_per_iteration, self.config.prefill
-        running = [PrefillWork(leg.left_tokens, leg.cached_tokens + leg.computed_tokens) for leg in self.running]
-        total_s = queue_service_s(running, coefficients, per_iteration)
-        tokens = sum(work.uncached_tokens for work in running) + self._queued.uncached_tokens
-        if self.queue:
-            iterations = max(1.0, self._queued.uncached_tokens / per_iteration)
-            total_s += coefficients.c0_s * iterations + coefficients.marginal_s(self._queued)
-        if self.batch:
-            total_s += max(1.0, tokens / per_iteration) * self._decode_s(self.batch)
-        return total_s
+        """W_n: seconds until a leg queued now would be taken (equation 7)."""
+        running = (PrefillWork(leg.left_tokens, leg.cached_tokens + leg.computed_tokens) for leg in self.running)
+        queued = (PrefillWork(leg.uncached_tokens, leg.cached_tokens, leg.restored_tokens) for leg in self.queue)
+        beside_s = self._decode_s(self.batch) if self.batch else 0.0
+        return node_wait_s(running, queued, self.config.prefill, self.new_tokens_per_iteration, beside_s)
 
     @property
     def decoding(self) -> int:
@@ -146,7 +136,6 @@ class SimNode:
     def enqueue(self, leg: PrefillLeg) -> None:
         """Queue a prompt."""
         self.queue.append(leg)
-        self._count_queued(leg, 1)
         self.wake()
 
     def fetched(self, leg: PrefillLeg) -> None:
@@ -158,7 +147,6 @@ class SimNode:
     def give_up_queue(self) -> list[PrefillLeg]:
         """The prompts not taken yet leave: the node has another role."""
         given_up, self.queue = self.queue, []
-        self._queued = PrefillSums()
         return given_up
 
     def reserve(self, leg: DecodeLeg) -> None:
@@ -224,7 +212,6 @@ class SimNode:
     def _end(self) -> None:
         iterations, self._now = self._now, None
         assert iterations is not None
-        self.busy_s += iterations.span_s(iterations.count)
         ended = []
         for leg in iterations.batch:
             count = iterations.count
@@ -276,7 +263,6 @@ class SimNode:
                 left_tokens -= leg.uncached_tokens
         for leg in taken:
             self.queue.remove(leg)
-            self._count_queued(leg, -1)
             size, prompt = self.config.block_tokens, leg.request.prompt_tokens
             held = self.kv.held(leg.request.branch, (prompt - 1) // size)
             leg.cached_tokens = held.any_blocks * size
@@ -317,15 +303,6 @@ class SimNode:
             self.granted.append(leg)
             self.callbacks.granted(leg)
 
-    def _count_queued(self, leg: PrefillLeg, sign: int) -> None:
-        queued, new, cached = self._queued, leg.uncached_tokens, leg.cached_tokens
-        self._queued = PrefillSums(
-            queued.uncached_tokens + sign * new,
-            queued.query_key_pairs + sign * query_key_pairs(new, cached),
-            queued.restored_tokens + sign * leg.restored_tokens,
-            queued.cached_tokens + sign * cached,
-        )
-
     def check_invariants(self) -> None:
         """Assert the bookkeeping."""
         self.kv.check_invariants()
@@ -336,7 +313,6 @@ class SimNode:
         assert not any(leg.granted for leg in self.waiting)
         assert all(leg.prefilled and leg.left_iterations > 0 for leg in (*self._joining, *self.batch))
         assert all(leg.left_tokens > 0 for leg in self.running)
-        assert self._queued.uncached_tokens == sum(leg.uncached_tokens for leg in self.queue)
         if self._starting:
             assert self._now is None
         elif self._now is None:

@@ -54,21 +54,14 @@ def wait_s(
 
     waiting: legs not taken yet; one the engine doesn't list is on its way to it and counts with what the gateway
     expected; of one it lists, what peers are still to bring counts as reused. running: legs taken and not prefilled;
-    what they reuse is restored already. restored_share: ρ, for what the waiting ones will reuse. While a batch decodes,
-    an iteration of it goes with each prefill iteration.
+    what they reuse is restored already. restored_share: ρ, for what the waiting ones will reuse.
     """
     started = [_work(running[leg], left) for leg, left in status.prefilling.items() if leg in running]
     to_compute = _to_compute(status, waiting)
     queued = [_work(size, to_compute[leg], restored_share) for leg, size in waiting.items()]
-    if not started and not queued:
-        return 0.0
     tokens_per_iteration = new_tokens_per_iteration(status) or float(chunk_tokens)
-    total_s = node_wait_s(started, queued, prefill, tokens_per_iteration)
-    if status.decoding:
-        iterations = sum(work.uncached_tokens for work in (*started, *queued)) / tokens_per_iteration
-        beside_s = decode.decode_iteration_s(status.decoding, status.decode_context_tokens)
-        total_s += max(1.0, iterations) * beside_s
-    return total_s
+    beside_s = decode.decode_iteration_s(status.decoding, status.decode_context_tokens) if status.decoding else 0.0
+    return node_wait_s(started, queued, prefill, tokens_per_iteration, beside_s)
 
 
 def _to_compute(status: EngineStatus, waiting: Mapping[str, LegSize]) -> dict[str, int]:

@@ -76,19 +76,24 @@ def node_wait_s(
     queued: Iterable[PrefillWork],
     coefficients: PrefillCoefficients,
     new_tokens_per_iteration: float,
+    decode_iteration_s: float = 0.0,
 ) -> float:
     """W_n: seconds until a request queued now would be taken (the first two terms of equation 7).
 
     The remaining time of the running batch plus the service of the queue. `running` holds, per prefilling request,
     what is left of it: tokens still to compute, and those already computed or reused as cached, which the rest attends
-    to and which cost nothing more by themselves.
+    to and which cost nothing more by themselves. `decode_iteration_s`: T_D of the batch the node decodes, 0 without
+    one; an iteration of it goes with each prefill iteration.
     """
-    queue_s = queue_service_s(queued, coefficients, new_tokens_per_iteration)
-    running = tuple(running)
-    if not running:
-        return queue_s
-    rest = replace(sum_work(running), restored_tokens=0.0, cached_tokens=0.0)
-    return _together_s(rest, coefficients, new_tokens_per_iteration) + queue_s
+    running, queued = tuple(running), tuple(queued)
+    if not running and not queued:
+        return 0.0
+    wait_s = queue_service_s(queued, coefficients, new_tokens_per_iteration)
+    if running:
+        rest = replace(sum_work(running), restored_tokens=0.0, cached_tokens=0.0)
+        wait_s += _together_s(rest, coefficients, new_tokens_per_iteration)
+    tokens = sum(work.uncached_tokens for work in (*running, *queued))
+    return wait_s + max(1.0, tokens / new_tokens_per_iteration) * decode_iteration_s
 
 
 def _together_s(sums: PrefillSums, coefficients: PrefillCoefficients, new_tokens_per_iteration: float) -> float:
