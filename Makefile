@@ -70,7 +70,7 @@ test: $(MODEL)/.ready ## every test, real engines included
 bench-flip: $(MODEL)/.ready ## gaps between tokens with and without a role switch, into build/bench-flip.json
 	@$(BIN)/python tests/bench/bench_flip.py $(ARGS)
 
-bench-switch: $(MODEL)/.ready ## what role switches take and lose under load, ours and SGLang's own (ARGS=--quick), into build/bench-switch.json
+bench-switch: $(MODEL)/.ready ## what role switches take and lose under load, ours and SGLang's own (25 minutes; ARGS=--quick: fewer), into build/bench-switch.json
 	@$(BIN)/python tests/bench/bench_switch.py $(ARGS)
 
 bench-directory: .venv/.ready ## the directory's core beside Dynamo's tree (ARGS=--size: 20 M copies), into build/bench-directory.json
@@ -87,10 +87,10 @@ bench-engine: $(MODEL)/.ready ## our engine against plain SGLang, and what reuse
 bench-kv: .venv/.ready ## reuse lost by policy and pool size, and hidden fetches: TRACE=FILE [QUICK=1], into build/bench-kv.json
 	@$(BIN)/python tests/bench/bench_kv.py --trace $(TRACE) $(if $(QUICK),--quick)
 
-bench-fit: $(MODEL)/.ready ## how well the time model fitted under load tells what it was not fitted to, into build/bench-fit.json
+bench-fit: $(MODEL)/.ready ## how well the time model fitted under load tells what it was not fitted to (25 minutes), into build/bench-fit.json
 	@$(BIN)/python tests/bench/bench_fit.py $(ARGS)
 
-bench-split: .venv/.ready ## whether the planner finds the split that serves most, simulated, into build/bench-split.json
+bench-split: .venv/.ready ## whether the planner finds the split that serves most, simulated (6 minutes), into build/bench-split.json
 	@$(BIN)/python tests/bench/bench_split.py
 
 images: ## build the four images, evolving-<service>:dev

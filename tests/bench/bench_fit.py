@@ -1,13 +1,14 @@
 """How well the fitted time model tells iterations it was not fitted to, on the real small model (paper, figure 5).
 
-    make bench-fit        (or: python tests/bench/bench_fit.py --warm-up-s 60 --repeats 2)
+    make bench-fit        25 minutes (or: python tests/bench/bench_fit.py --warm-up-s 60 --repeats 2)
 
 One SGLang engine on CPU runs both phases under random load; equations 1 and 2 are fitted to windows of a second. Then
 it runs settings the fit never saw, in another order in each repeat, one kind of iteration at a time. Errors are means
 over all of those of |predicted − measured| / measured; repeat noise is how far one repeat of a setting lies from the
-mean of its others, which no model can tell. Beside it, prefill is predicted from total prompt length as Arrow does.
-Writes build/bench-fit.json. The bars: each error at most max(10 %, 1.5 × repeat noise), aim 7 %, and Arrow's several
-times ours. Exits with 1 when one is missed.
+mean of its others, which no model can tell. Beside it, prefill is predicted from total prompt length as Arrow does:
+fitted to the same windows, which keep no sum of squares, and, with the square, to the very samples it is judged on.
+Writes build/bench-fit.json. The bars: each error at most max(10 %, 1.5 × repeat noise), aim 7 %, and either of Arrow's
+at least three times ours. Exits with 1 when one is missed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a role switch takes, and what it loses, under load: ours, and SGLang's own.
 
-    make bench-switch                (or: python tests/bench/bench_switch.py)
+    make bench-switch                25 minutes (or: python tests/bench/bench_switch.py)
     make bench-switch ARGS=--quick   few switches of each, minutes
 
 Three nodes, agents in a closed loop on them, prompts of at most 128 tokens, blocks of 16. Every switch gives one node

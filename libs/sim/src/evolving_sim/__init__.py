@@ -1,1 +1,1 @@
-"""Recorded agent sessions (`traces`, `trace_files`) and what one pool of KV could do for them (`oracle`)."""
+"""A cluster in virtual time over the core (`driver`); recorded sessions, what a pool could do for them (`oracle`)."""
