@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
 import pytest
-from gateway_harness import BLOCK_TOKENS, KEYS, VOCABULARY, ScriptedNode, ids_bytes
+from gateway_harness import KEYS
+from scripted_nodes import BLOCK_TOKENS, VOCABULARY, ScriptedNode, ids_bytes
 from waiting import eventually
 
 from evolving.core.routing import Context

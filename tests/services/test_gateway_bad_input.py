@@ -13,7 +13,8 @@ import grpc
 import grpc.aio
 import pytest
 import tiny_tokenizer
-from gateway_harness import MAX_CONTEXT, MAX_PROMPT, VOCABULARY, Bench, bench, failure, ids_bytes
+from gateway_harness import Bench, bench, failure
+from scripted_nodes import MAX_CONTEXT, MAX_PROMPT, VOCABULARY, ids_bytes
 from waiting import eventually
 
 from evolving.v1 import common_pb2, gateway_pb2

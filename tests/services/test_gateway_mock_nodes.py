@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import tiny_tokenizer
 from etcd_process import Etcd
-from gateway_harness import Stream, ids_bytes
+from gateway_harness import Stream
 from node_agent_harness import Agent, agent, scripted_planner
 from planner_harness import KEYS, open_store
 from running import running
+from scripted_nodes import ids_bytes
 from waiting import WAIT_S, eventually
 
 from evolving.internal.v1 import planner_pb2

@@ -6,7 +6,8 @@ import math
 from typing import Any, cast
 
 import pytest
-from gateway_harness import BLOCK_TOKENS, Bench, ScriptedNode, bench
+from gateway_harness import Bench, bench
+from scripted_nodes import BLOCK_TOKENS, ScriptedNode
 
 from evolving.core.config import FetchRule
 from evolving.core.work import PrefillWork

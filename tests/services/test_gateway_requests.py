@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import grpc
-from gateway_harness import BLOCK_TOKENS, MAX_CONTEXT, bench, bytes_ids, expected_output, failure, ids_bytes
+from gateway_harness import bench, failure
+from scripted_nodes import BLOCK_TOKENS, MAX_CONTEXT, bytes_ids, expected_output, ids_bytes
 from waiting import eventually
 
 from evolving.core.blocks import chain_names, root_digest

@@ -11,7 +11,8 @@ import grpc
 import grpc.aio
 import pytest
 from cluster import ClusterSpec, LocalCluster
-from gateway_harness import Stream, failure, ids_bytes
+from gateway_harness import Stream, failure
+from scripted_nodes import ids_bytes
 from waiting import eventually
 
 from evolving.runtime.channel import open_channel

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import grpc
 import pytest
-from gateway_harness import Bench, ScriptedNode, Stream, bench, bytes_ids, expected_output, failure
+from gateway_harness import Bench, Stream, bench, failure
+from scripted_nodes import ScriptedNode, bytes_ids, expected_output
 from waiting import eventually
 
 from evolving.v1 import common_pb2, gateway_pb2

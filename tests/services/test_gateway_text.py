@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import tiny_tokenizer
-from gateway_harness import Bench, bench, bytes_ids, ids_bytes
+from gateway_harness import Bench, bench
+from scripted_nodes import bytes_ids, ids_bytes
 from tokenizers import Tokenizer
 from waiting import eventually
 

@@ -6,7 +6,8 @@ import asyncio
 
 import grpc
 import pytest
-from gateway_harness import KEYS, MAX_PROMPT, Bench, Stream, bench, bytes_ids, expected_output, failure, ids_bytes
+from gateway_harness import KEYS, Bench, Stream, bench, failure
+from scripted_nodes import MAX_PROMPT, bytes_ids, expected_output, ids_bytes
 from waiting import eventually
 
 from evolving.internal.v1 import directory_pb2

@@ -10,12 +10,13 @@ from statistics import median
 
 import pytest
 from etcd_process import Etcd
-from gateway_harness import Bench, Stream, all_ready, bench, ids_bytes
+from gateway_harness import Bench, Stream, all_ready, bench
 from hypothesis import given
 from hypothesis import strategies as st
 from node_agent_harness import agent, scripted_planner
 from planner_harness import KEYS, open_store, planner
 from running import running
+from scripted_nodes import ids_bytes
 from services.test_node_agent_pool import INFO, ScriptedEngine, node_of
 from waiting import WAIT_S, eventually
 
