@@ -20,7 +20,6 @@ from evolving.wire.status import ErrorDetail, abort_with
 VOCABULARY = 1_000
 BLOCK_TOKENS = 16
 MAX_PROMPT, MAX_CONTEXT = 4_000, 5_000
-EOS = 999
 
 
 def ids_bytes(ids: Sequence[int]) -> bytes:
