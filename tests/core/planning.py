@@ -1,6 +1,8 @@
-"""What tests of planning share: models of nodes, work, and strategies of both."""
+"""What tests of planning share: splits, models of nodes, work, and strategies of these."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from hypothesis import strategies as st
 
@@ -13,6 +15,17 @@ from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.core.work import query_key_pairs
 
 NINE = [f"n{i}" for i in range(9)]
+
+
+def split_of(epoch: int = 5, **roles: Role) -> Split:
+    """A split of these roles."""
+    return Split(epoch=epoch, roles=roles)
+
+
+def shape_of(roles: Mapping[str, Role]) -> tuple[int, int]:
+    """How many prefill, how many decode."""
+    values = list(roles.values())
+    return values.count(Role.PREFILL), values.count(Role.DECODE)
 
 
 def node_model(prefill: float = 1.0, decode: float = 1.0, slots: int = 64) -> NodeModel:
