@@ -12,9 +12,9 @@ from sim.naive_node import Answer, Prompt, play
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.core.work import query_key_pairs
 from evolving_sim.events import EventHeap, Priority
-from evolving_sim.held_kv import Branch, HeldKv
 from evolving_sim.legs import DecodeLeg, PrefillLeg, Request
 from evolving_sim.node_config import BothPhases, NodeConfig
+from evolving_sim.node_kv import Branch, NodeKv
 from evolving_sim.sim_node import NodeCallbacks, SimNode
 
 PREFILL = PrefillCoefficients(c0_s=0.25, c1_s=0.01, c2_s=1e-4)
@@ -40,7 +40,7 @@ class OneNode:
             granted=lambda _: None,
             decoded=self._done,
         )
-        self.node = SimNode("n", config, self.events, callbacks, HeldKv(config.l1_tokens // config.block_tokens))
+        self.node = SimNode("n", config, self.events, callbacks, NodeKv(config.l1_tokens // config.block_tokens))
 
     def _done(self, leg: PrefillLeg | DecodeLeg) -> None:
         self.done_s[leg.request.request_id] = self.events.now_s

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from evolving_sim.held_kv import Branch
+from evolving_sim.node_kv import Branch
 
 
 @dataclass(slots=True, eq=False)

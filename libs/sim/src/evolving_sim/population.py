@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from evolving_sim.events import EventHeap, Priority
-from evolving_sim.held_kv import Branch
 from evolving_sim.legs import Request
+from evolving_sim.node_kv import Branch
 from evolving_sim.sessions import AgentKind, SubAgents, Turn, play
 from evolving_sim.sim_cluster import SimCluster
 

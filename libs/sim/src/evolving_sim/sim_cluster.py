@@ -19,9 +19,9 @@ from evolving.core.terms import Role
 from evolving.core.timemodel import PrefillSums
 from evolving.core.work import PrefillWork, sum_work
 from evolving_sim.events import EventHeap, Priority
-from evolving_sim.held_kv import Branch, Held, HeldKv
 from evolving_sim.legs import DecodeLeg, PrefillLeg, Request
 from evolving_sim.node_config import NodeConfig
+from evolving_sim.node_kv import Branch, Depth, NodeKv
 from evolving_sim.sim_node import NodeCallbacks, SimNode
 
 
@@ -64,7 +64,7 @@ class SimCluster:
             granted=self._move,
             decoded=self._decoded,
         )
-        return SimNode(node_id, config, self.events, callbacks, HeldKv(config.l1_tokens // config.block_tokens))
+        return SimNode(node_id, config, self.events, callbacks, NodeKv(config.l1_tokens // config.block_tokens))
 
     # -- what happens to it
 
@@ -113,18 +113,18 @@ class SimCluster:
     def _route(self, request: Request) -> None:
         size = next(iter(self.configs.values())).block_tokens
         reusable = (request.prompt_tokens - 1) // size
-        held = {node_id: node.kv.held(request.branch, reusable) for node_id, node in self.nodes.items()}
-        pool_blocks = max(each.any_blocks for each in held.values())
+        depths = {node_id: node.kv.depth(request.branch, reusable) for node_id, node in self.nodes.items()}
+        pool_blocks = max(each.any_blocks for each in depths.values())
         context = Context(
             request.request_id, request.prompt_tokens, size, pool_blocks, output_tokens_max=request.output_tokens
         )
         views = [
-            self._view(node, held[node.node_id], pool_blocks, node.wait_s) for node in self._candidates(Role.PREFILL)
+            self._view(node, depths[node.node_id], pool_blocks, node.wait_s) for node in self._candidates(Role.PREFILL)
         ]
         chosen = choose_prefill(context, views, self.routing).chosen
         assert chosen is not None, "every node lives"
         assert chosen.work is not None
-        until = held[chosen.node_id].any_blocks + chosen.fetched_blocks
+        until = depths[chosen.node_id].any_blocks + chosen.fetched_blocks
         work = chosen.work
         leg = PrefillLeg(request, until, chosen.fetched_blocks == 0, work.cached_tokens, work.restored_tokens)
         self._prefills[request.request_id] = leg
@@ -148,7 +148,7 @@ class SimCluster:
         serving = [node for node in self.nodes.values() if self.roles[node.node_id] in (phase, Role.MIXED)]
         return serving or list(self.nodes.values())
 
-    def _view(self, node: SimNode, held: Held, pool_blocks: int, wait_s: float) -> NodeView:
+    def _view(self, node: SimNode, depth: Depth, pool_blocks: int, wait_s: float) -> NodeView:
         config = node.config
         backlog_s = max(0.0, self._reads_free_s[node.node_id] - self.events.now_s)
         return NodeView(
@@ -159,9 +159,9 @@ class SimCluster:
             new_tokens_per_iteration=node.new_tokens_per_iteration,
             coefficients=config.prefill,
             kv_bytes_per_token=config.kv_bytes_per_token,
-            l1_blocks=held.l1_blocks,
-            any_blocks=held.any_blocks,
-            fetchable_blocks=pool_blocks - held.any_blocks,
+            l1_blocks=depth.l1_blocks,
+            any_blocks=depth.any_blocks,
+            fetchable_blocks=pool_blocks - depth.any_blocks,
             fetch_tokens_per_s=config.fetch_tokens_per_s,
             fetch_backlog_tokens=round(backlog_s * config.fetch_tokens_per_s),
         )
@@ -204,9 +204,9 @@ class SimCluster:
         self.nodes[chosen.node_id].reserve(leg)
 
     def _decode_node(self, node: SimNode, leg: DecodeLeg, blocks: int) -> DecodeNode:
-        held = node.kv.held(leg.request.branch, blocks)
+        depth = node.kv.depth(leg.request.branch, blocks)
         return DecodeNode(
-            node=self._view(node, held, held.any_blocks, wait_s=0.0),
+            node=self._view(node, depth, depth.any_blocks, wait_s=0.0),
             slots_free=node.slots_free,
             decoding=node.decoding,
             context_tokens=node.context_tokens,
@@ -224,7 +224,7 @@ class SimCluster:
             node.join(leg)
             return
         request, size = leg.request, node.config.block_tokens
-        lacking = request.prompt_tokens - node.kv.held(request.branch, request.prompt_tokens // size).l1_blocks * size
+        lacking = request.prompt_tokens - node.kv.depth(request.branch, request.prompt_tokens // size).l1_blocks * size
 
         def arrived() -> None:
             node.kv.store(request.branch, request.prompt_tokens // size)

@@ -14,9 +14,9 @@ from evolving.core.iterations import IterationMeter
 from evolving.core.timemodel import PrefillSums
 from evolving.core.work import PrefillWork, node_wait_s, query_key_pairs
 from evolving_sim.events import Event, EventHeap, Priority
-from evolving_sim.held_kv import HeldKv
 from evolving_sim.legs import DecodeLeg, PrefillLeg
 from evolving_sim.node_config import BothPhases, NodeConfig
+from evolving_sim.node_kv import NodeKv
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class SimNode:
     config: NodeConfig
     events: EventHeap
     callbacks: NodeCallbacks
-    kv: HeldKv
+    kv: NodeKv
     meter: IterationMeter = field(init=False)  # of iterations that computed prompts; others have no use for it here
     queue: list[PrefillLeg] = field(init=False, default_factory=list)  # in order of arrival
     running: list[PrefillLeg] = field(init=False, default_factory=list)
@@ -264,9 +264,9 @@ class SimNode:
         for leg in taken:
             self.queue.remove(leg)
             size, prompt = self.config.block_tokens, leg.request.prompt_tokens
-            held = self.kv.held(leg.request.branch, (prompt - 1) // size)
-            leg.cached_tokens = held.any_blocks * size
-            leg.restored_tokens = leg.cached_tokens - held.l1_blocks * size
+            depth = self.kv.depth(leg.request.branch, (prompt - 1) // size)
+            leg.cached_tokens = depth.any_blocks * size
+            leg.restored_tokens = leg.cached_tokens - depth.l1_blocks * size
             self.running.append(leg)
             self.callbacks.taken(leg)
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evolving_sim.held_kv import Branch, Held, HeldKv
+from evolving_sim.node_kv import Branch, Depth, NodeKv
 
 BRANCHES = [Branch(name, f"common {name[0]}", 3 if name[0] == "a" else 0) for name in ("a1", "a2", "b1", "b2")]
 ROOM = 20
@@ -28,10 +28,10 @@ class NaiveKv:
         self.l1: OrderedDict[str, set[tuple[str, int]]] = OrderedDict()  # by owner, the longest unused first
         self.l2: set[tuple[str, int]] = set()
 
-    def held(self, branch: Branch, count: int) -> Held:
+    def depth(self, branch: Branch, count: int) -> Depth:
         in_l1 = set().union(*self.l1.values())
         l1, l2 = (leading(blocks_of(branch, count), tier) for tier in (in_l1, self.l2))
-        return Held(l1, l2)
+        return Depth(l1, l2)
 
     def do(self, action: str, branch: Branch, count: int) -> None:
         if action in ("store", "fetch"):
@@ -56,7 +56,7 @@ def leading(blocks: list[tuple[str, int]], tier: set[tuple[str, int]]) -> int:
 
 @given(ACTIONS)
 def test_as_a_node_that_keeps_every_block(actions: list[tuple[str, Branch, int]]) -> None:
-    kv, naive = HeldKv(ROOM), NaiveKv()
+    kv, naive = NodeKv(ROOM), NaiveKv()
     for action, branch, count in actions:
         match action:
             case "store":
@@ -70,4 +70,4 @@ def test_as_a_node_that_keeps_every_block(actions: list[tuple[str, Branch, int]]
         naive.do(action, branch, count)
         kv.check_invariants()
         for each in BRANCHES:
-            assert kv.held(each, 12) == naive.held(each, 12)
+            assert kv.depth(each, 12) == naive.depth(each, 12)

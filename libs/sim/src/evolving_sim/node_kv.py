@@ -20,7 +20,7 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Depth:
     """Leading blocks of a prompt that a node holds."""
 
     l1_blocks: int  # in device memory
@@ -28,7 +28,7 @@ class Held:
 
 
 @dataclass(slots=True)
-class HeldKv:
+class NodeKv:
     """One node's."""
 
     l1_blocks_max: int
@@ -36,9 +36,9 @@ class HeldKv:
     _l2: dict[str, int] = field(init=False, default_factory=dict)
     _l1_used: int = field(init=False, default=0)
 
-    def held(self, branch: Branch, blocks: int) -> Held:
+    def depth(self, branch: Branch, blocks: int) -> Depth:
         """Of the first `blocks` of a branch's context."""
-        return Held(min(blocks, _leading(self._l1, branch)), min(blocks, _leading(self._l2, branch)))
+        return Depth(min(blocks, _leading(self._l1, branch)), min(blocks, _leading(self._l2, branch)))
 
     def store(self, branch: Branch, blocks: int) -> None:
         """The first `blocks` of a context are in device memory, and written through to host memory."""
