@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ProcessPoolExecutor
+from typing import cast
 
 import pytest
-from bench.bench_split import Planned, Searched
+from bench.bench_split import Bench, Planned, Searched, case_key
+from bench.split_cases import BURST_AT_S, CASES, END_S, SHIFT, SHIFT_FOLLOWED_S, SHIFT_PERIOD_S
 
 from evolving_sim.planner_loop import Switch
 from evolving_sim.results import Summary
@@ -33,3 +36,65 @@ def test_a_planner_stands_on_its_last_switch_up_to_then() -> None:
         "1P2D",
         "1P2D",
     ]
+
+
+# What 4P5D serves is the best, 5P4D is within the bar, 3P6D is not.
+SERVED = Searched({"3P6D": served(9.7), "4P5D": served(10.0), "5P4D": served(9.81)})
+
+
+def bench() -> Bench:
+    """All work was searched, and nothing runs."""
+    searched = Bench(cast("ProcessPoolExecutor", None))
+    searched.searched = {case_key(case): SERVED for case in (*CASES, *SHIFT)}
+    return searched
+
+
+def planned(*switches: tuple[float, str], start: str = "3P6D", gate: str = "default") -> Planned:
+    return Planned(start, gate, tuple(Switch(at_s, shape, 1, 0.1) for at_s, shape in switches), (), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("run", "met"),
+    [
+        (planned((600.0, "5P4D"), (END_S, "4P5D")), True),
+        (planned((600.0, "5P4D")), True),
+        (planned(start="4P5D"), True),
+        (planned(), False),
+        (planned((600.0, "4P5D"), (END_S, "3P6D")), False),
+        (planned((600.0, "4P5D"), (1200.0, "3P6D"), (1800.0, "4P5D")), False),
+    ],
+)
+def test_a_planner_has_to_end_within_the_bar_after_two_switches_at_most(run: Planned, met: bool) -> None:
+    found = bench()
+    found._steady(CASES[0], run)
+    assert [bar.met for bar in found.bars] == [met]
+
+
+def test_after_a_burst_nothing_may_change() -> None:
+    found = bench()
+    found._burst(planned((600.0, "4P5D")))
+    found._burst(planned((BURST_AT_S + 1.0, "4P5D")))
+    assert [bar.met for bar in found.bars] == [True, False]
+
+
+def test_a_shift_has_to_be_followed_within_two_windows() -> None:
+    found = bench()
+    in_time, too_late = SHIFT_PERIOD_S + SHIFT_FOLLOWED_S, 2 * SHIFT_PERIOD_S + SHIFT_FOLLOWED_S + 1.0
+    found._shift(planned((600.0, "4P5D"), (3601.0, "3P6D"), (in_time, "5P4D"), (7201.0, "3P6D"), (too_late, "4P5D")))
+    assert [bar.met for bar in found.bars] == [True, True, False]
+
+
+def test_the_best_split_has_to_be_one_of_the_papers() -> None:
+    found = bench()
+    for case in CASES:
+        found._best(case)
+    assert [bar.met for bar in found.bars] == [False, False], "and of coding nothing was asked"
+
+
+def test_what_the_papers_gate_does_is_kept_without_a_bar() -> None:
+    found = bench()
+    found._steady(CASES[0], planned(gate="paper"))
+    found._burst(planned((BURST_AT_S + 1.0, "4P5D"), gate="paper"))
+    found._shift(planned(gate="paper"))
+    assert found.bars == []
+    assert {name: len(runs) for name, runs in found.planned.items()} == {"coding": 1, "burst": 1, "shift": 1}
