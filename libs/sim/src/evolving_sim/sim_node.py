@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from evolving.core.iterations import IterationMeter
-from evolving.core.timemodel import PrefillSums
+from evolving.core.timemodel import PrefillSums, mixed_iteration_s
 from evolving.core.work import PrefillWork, node_wait_s, query_key_pairs
 from evolving_sim.events import Event, EventHeap, Priority
 from evolving_sim.legs import DecodeLeg, PrefillLeg
@@ -190,16 +190,13 @@ class SimNode:
         if not chunks and not self.batch:
             return
         batch = tuple(self.batch)
-        decode_s = self._decode_s(batch) if batch else 0.0
-        growth_s = self.config.decode.d3_s * sum(leg.growth_tokens for leg in batch)
-        if not chunks:
-            count = min(leg.left_iterations for leg in batch)
-            self._now = _Iterations(self.events.now_s, count, batch, decode_s, growth_s)
-        else:
-            iteration_s = self.config.prefill.prefill_iteration_s(sums) + decode_s
-            if batch and self.config.both_phases is BothPhases.TOGETHER:
-                iteration_s -= self.config.decode.d0_s
+        if chunks:
+            iteration_s = self._computing_s(sums, batch)
             self._now = _Iterations(self.events.now_s, 1, batch, iteration_s, 0.0, tuple(chunks), sums)
+        else:
+            count = min(leg.left_iterations for leg in batch)
+            growth_s = self.config.decode.d3_s * sum(leg.growth_tokens for leg in batch)
+            self._now = _Iterations(self.events.now_s, count, batch, self._decode_s(batch), growth_s)
         self._schedule_end(self._now)
 
     def _schedule_end(self, iterations: _Iterations) -> None:
@@ -286,6 +283,16 @@ class SimNode:
                 restored += leg.restored_tokens
                 cached += leg.cached_tokens
         return chunks, PrefillSums(self.config.chunk_tokens - room, pairs, restored, cached)
+
+    def _computing_s(self, sums: PrefillSums, batch: Sequence[DecodeLeg]) -> float:
+        """Seconds of a chunk, and of an iteration of the batch there may be."""
+        prefill, decode = self.config.prefill, self.config.decode
+        if not batch:
+            return prefill.prefill_iteration_s(sums)
+        if self.config.both_phases is BothPhases.ALTERNATE:
+            return prefill.prefill_iteration_s(sums) + self._decode_s(batch)
+        contexts = sum(leg.context_tokens for leg in batch)
+        return mixed_iteration_s(prefill, sums, decode, len(batch), contexts, self.config.tokens_per_request)
 
     def _decode_s(self, batch: Sequence[DecodeLeg]) -> float:
         contexts = sum(leg.context_tokens for leg in batch) if self.config.decode.d3_s else 0.0

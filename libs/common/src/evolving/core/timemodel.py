@@ -95,10 +95,15 @@ class DecodeCoefficients:
 
 
 def mixed_iteration_s(
-    prefill: PrefillCoefficients, sums: PrefillSums, decode: DecodeCoefficients, batch: float, context_tokens: float
+    prefill: PrefillCoefficients,
+    sums: PrefillSums,
+    decode: DecodeCoefficients,
+    batch: float,
+    context_tokens: float,
+    tokens_per_request: float = 1.0,
 ) -> float:
     """Seconds of an iteration that does both: `T_P + T_D − d0`, since the decode part's fixed cost is paid once."""
-    decode_s = decode.decode_iteration_s(batch, context_tokens)
+    decode_s = decode.decode_iteration_s(batch, context_tokens, tokens_per_request)
     return prefill.prefill_iteration_s(sums) + decode_s - decode.d0_s
 
 
