@@ -90,8 +90,8 @@ bench-kv: .venv/.ready ## reuse lost by policy and pool size, and hidden fetches
 bench-fit: $(MODEL)/.ready ## how well the time model fitted under load tells what it was not fitted to (25 minutes), into build/bench-fit.json
 	@$(BIN)/python tests/bench/bench_fit.py $(ARGS)
 
-bench-split: .venv/.ready ## whether the planner finds the split that serves most, simulated (6 minutes), into build/bench-split.json
-	@$(BIN)/python tests/bench/bench_split.py
+bench-split: .venv/.ready ## whether the planner finds the split that serves most, simulated (6 minutes; ARGS="--seed 2"), into build/bench-split.json
+	@$(BIN)/python tests/bench/bench_split.py $(ARGS)
 
 images: ## build the four images, evolving-<service>:dev
 	@$(foreach service,$(SERVICES),docker build -f services/$(service)/Dockerfile -t evolving-$(subst _,-,$(service)):dev . &&) true
