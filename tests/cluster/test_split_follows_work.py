@@ -161,8 +161,8 @@ def told(decisions: Sequence[planner_pb2.Decision], began_s: float) -> str:
 
 def whole(decision: planner_pb2.Decision, began_s: float) -> bool:
     """Whether a decision looks back on nothing earlier than `began_s`, and on enough."""
-    slack_s = 2 * CONFIG.slice_s  # requests that were open then, and the time that reports take
-    return decision.decided_at_s - CONFIG.window_s - slack_s >= began_s and not decision.evaluation.problem
+    # Requests that were open then end within a window more; what they were slows or speeds those beside them.
+    return decision.decided_at_s - 2 * CONFIG.window_s >= began_s and not decision.evaluation.problem
 
 
 def wanted(evaluation: planner_pb2.Evaluation) -> SplitShape:
