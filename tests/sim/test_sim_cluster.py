@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,13 +13,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim.small import HELPER, READER, WORKER, WRITER, scenario
+from sim.small import HELPER, MACHINE, READER, WORKER, WRITER, scenario
 
 from evolving.core.planner import Split, SplitShape, assign
+from evolving.core.slices import PrefillDone
 from evolving.core.terms import Role
 from evolving_sim.driver import Run, Scenario
 from evolving_sim.node_config import BothPhases
 from evolving_sim.population import Burst, Period
+from evolving_sim.sessions import play
+from evolving_sim.sim_cluster import Listeners
 
 
 def digest(run: Run) -> str:
@@ -57,7 +61,7 @@ def test_every_request_is_in_one_place_whatever_the_split_does(
 
 def test_at_a_switch_what_waits_goes_elsewhere_and_what_runs_finishes_in_place() -> None:
     """DESIGN §8; §4.4 of the paper, last paragraph."""
-    run = Run(scenario("3P1D", {READER: 30}))
+    run = Run(scenario("3P1D", {READER: 60}))
     run.until(20.0)
     node = run.cluster.nodes["n002"]
     assert node.queue
@@ -87,6 +91,21 @@ def test_in_a_closed_loop_open_requests_are_rate_times_time_in_the_system() -> N
     mean_open = (run.cluster.open_request_s() - before) / 400.0
     served = run.results.between(100.0, 500.0)
     assert mean_open == pytest.approx(served.requests_per_s * served.e2e_s_mean, rel=0.1)
+
+
+def test_agents_that_are_in_their_sessions_at_the_start_have_their_contexts_in_the_pool() -> None:
+    run, done = Run(scenario("2P2D", {WORKER: 20})), list[PrefillDone]()
+    run.cluster.listeners.append(Listeners(prefilled=done.append))
+    run.until(200.0)
+    cached = {each.request_id: each.work.cached_tokens for each in done}
+    contexts = []
+    for number in range(1, 21):
+        draw = random.Random(f"{run.scenario.seed} worker {number}")
+        turns = list(play(WORKER, draw))
+        context = turns[draw.randrange(len(turns))].kept_tokens
+        assert cached[f"worker {number}#1"] >= context // MACHINE.block_tokens * MACHINE.block_tokens
+        contexts.append(context)
+    assert any(contexts)
 
 
 def test_agents_that_are_done_are_replaced_and_a_period_changes_who_runs() -> None:

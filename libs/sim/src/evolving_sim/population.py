@@ -73,7 +73,8 @@ class Population:
             living = [agent for agent in self._agents.setdefault(name, []) if not agent.retired]
             missing = count - len(living)
             for place in range(missing):
-                # Those there are at the start of a run are somewhere in their sessions, as later ones will be.
+                # Those there are at the start of a run are somewhere in their sessions, as later ones will be, and what
+                # they did so far is in the pool.
                 agent = self._make(kind, begun=first, replaced=True)
                 self.events.after(self.start_s * place / missing, Priority.ARRIVAL, partial(self._next, agent))
         for name, agents in self._agents.items():
@@ -93,11 +94,13 @@ class Population:
             name = f"{parent.branch.branch_id}/{parent.requests}.{parent.awaited}"
         draw = random.Random(f"{self.seed} {name}")
         turns = play(kind, draw)
-        if begun:
-            whole = list(turns)
-            turns = iter(whole[draw.randrange(len(whole)) :])
         block_tokens = next(iter(self.cluster.configs.values())).block_tokens
         branch = Branch(name, f"common to {kind.name}", kind.system_tokens // block_tokens)
+        if begun:
+            whole = list(turns)
+            left = whole[draw.randrange(len(whole)) :]
+            self.cluster.recall(branch, left[0].kept_tokens)
+            turns = iter(left)
         agent = _Agent(kind, branch, turns, parent, replaced)
         if replaced:
             self._agents.setdefault(kind.name, []).append(agent)

@@ -51,6 +51,7 @@ class SimCluster:
     _decodes: dict[str, DecodeLeg] = field(init=False, default_factory=dict)  # by request, from their choice on
     _prefills: dict[str, PrefillLeg] = field(init=False, default_factory=dict)  # by request, until the first token
     _reads_free_s: dict[str, float] = field(init=False)  # when a node's fetches asked for so far are over
+    _recalled: int = field(init=False, default=0)  # branches
 
     def __post_init__(self) -> None:
         self.nodes = {node_id: self._node(node_id, config) for node_id, config in sorted(self.configs.items())}
@@ -82,6 +83,12 @@ class SimCluster:
             self._route(leg.request)
         for decode in [leg for node in changed for leg in node.give_up_waiting()]:
             self._choose_decode(decode)
+
+    def recall(self, branch: Branch, tokens: int) -> None:
+        """The first `tokens` of a branch were computed before the run: a node, each in its turn, has them in L2."""
+        node = list(self.nodes.values())[self._recalled % len(self.nodes)]
+        self._recalled += 1
+        node.kv.fetch(branch, tokens // node.config.block_tokens)
 
     def rewrite(self, branch: Branch, kept_tokens: int) -> None:
         """A branch's context is another after its first `kept_tokens`."""
