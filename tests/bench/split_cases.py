@@ -60,7 +60,12 @@ SHIFT = (
     Case("computer use", KIMI_K2_6, {COMPUTER_USE: 144}, ("5P4D",)),
 )
 """§5.4: an hour each."""
-SHIFT_FOLLOWED_S = 2 * WINDOW_S
+SHIFT_END_S = len(SHIFT) * SHIFT_PERIOD_S
+SHIFT_FOLLOWED_WINDOWS = 2
+
+SHIFT_WINDOWS = [(WINDOW_S * at, WINDOW_S * (at + 1)) for at in range(round(SHIFT_END_S / WINDOW_S))]
+SHIFT_PERIODS = [(SHIFT_PERIOD_S * at + WARM_S, SHIFT_PERIOD_S * (at + 1)) for at in range(len(SHIFT))]
+"""Stretches of time in which splits are compared; a period without its first windows, as elsewhere."""
 
 
 def planner(gate: Gate) -> LoopConfig:
@@ -77,7 +82,7 @@ def burst_scenario(shape: SplitShape, gate: Gate) -> Scenario:
     return replace(coding.scenario(shape), planner=planner(gate), bursts=(burst,))
 
 
-def shift_scenario(gate: Gate) -> Scenario:
+def shift_scenario(with_planner: LoopConfig | None) -> Scenario:
     """Math, then mixed, then computer use."""
     periods = tuple(Period(SHIFT_PERIOD_S * number, case.agents) for number, case in enumerate(SHIFT))
-    return Scenario(KIMI_K2_6, SplitShape.parse(SHIFT[0].starts[0]), periods, planner(gate))
+    return Scenario(KIMI_K2_6, SplitShape.parse(SHIFT[0].starts[0]), periods, with_planner)

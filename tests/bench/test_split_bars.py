@@ -7,8 +7,8 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import cast
 
 import pytest
-from bench.bench_split import Bench, Planned, Searched, case_key
-from bench.split_cases import BURST_AT_S, CASES, END_S, SHIFT, SHIFT_FOLLOWED_S, SHIFT_PERIOD_S
+from bench.bench_split import Bench, Planned, Searched, Shifted, case_key
+from bench.split_cases import BURST_AT_S, CASES, END_S, SHIFT_PERIODS, SHIFT_WINDOWS, WINDOW_S
 
 from evolving_sim.planner_loop import Switch
 from evolving_sim.results import Summary
@@ -42,10 +42,19 @@ def test_a_planner_stands_on_its_last_switch_up_to_then() -> None:
 SERVED = Searched({"3P6D": served(9.7), "4P5D": served(10.0), "5P4D": served(9.81)})
 
 
+ALL = [f"{prefill}P{9 - prefill}D" for prefill in range(1, 9)]
+
+
+def good(*shapes: str) -> Searched:
+    """A search that finds these equally good and the others not."""
+    return Searched({shape: served(10.0 if shape in shapes else 9.0) for shape in ALL})
+
+
 def bench() -> Bench:
     """All work was searched, and nothing runs."""
     searched = Bench(cast("ProcessPoolExecutor", None))
-    searched.searched = {case_key(case): SERVED for case in (*CASES, *SHIFT)}
+    searched.searched = {case_key(case): SERVED for case in CASES}
+    searched.shifted = Shifted([good("4P5D")] * len(SHIFT_WINDOWS), [SERVED] * len(SHIFT_PERIODS))
     return searched
 
 
@@ -77,11 +86,19 @@ def test_after_a_burst_nothing_may_change() -> None:
     assert [bar.met for bar in found.bars] == [True, False]
 
 
-def test_a_shift_has_to_be_followed_within_two_windows() -> None:
+def test_a_planner_may_be_two_windows_behind_the_best_split_and_on_its_way() -> None:
+    """Work shifts in the third of these windows."""
+    late = good("7P2D")
+    shifted = Shifted([good("2P7D"), good("2P7D"), good("5P4D", "6P3D"), late, late, late], [])
+    in_range = [[shape for shape in ALL if shifted.in_range(window, shape)] for window in range(1, 6)]
+    assert in_range == [ALL[1:2], ALL[1:6], ALL[1:7], ALL[4:7], ALL[6:7]]
+
+
+def test_a_shift_has_to_be_followed() -> None:
     found = bench()
-    in_time, too_late = SHIFT_PERIOD_S + SHIFT_FOLLOWED_S, 2 * SHIFT_PERIOD_S + SHIFT_FOLLOWED_S + 1.0
-    found._shift(planned((600.0, "4P5D"), (3601.0, "3P6D"), (in_time, "5P4D"), (7201.0, "3P6D"), (too_late, "4P5D")))
-    assert [bar.met for bar in found.bars] == [True, True, False]
+    found._shift(planned((WINDOW_S, "3P6D"), (2 * WINDOW_S, "4P5D"), (SHIFT_PERIODS[-1][1] - 1.0, "3P6D")))
+    found._shift(planned((2 * WINDOW_S + 1.0, "4P5D")))
+    assert [bar.met for bar in found.bars] == [True, True, False, True, True, True, True, False]
 
 
 def test_the_best_split_has_to_be_one_of_the_papers() -> None:
