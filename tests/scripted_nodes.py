@@ -55,6 +55,7 @@ class Script:
     send: asyncio.Event = field(default_factory=asyncio.Event)  # set: prefilled legs have sent their KV
     reserve: asyncio.Event = field(default_factory=asyncio.Event)  # set: decode legs reserve, or are refused
     start: asyncio.Event = field(default_factory=asyncio.Event)  # set: decode legs that have reserved start
+    leg_s: float = 0.0  # what each leg that came adds to the wait that a queued one hears of
     requotes: int = 0  # legs answered with requote, where the gateway allows it
     requote_wait_s: float = 5.0
     refuse_prefill: ErrorDetail | None = None
@@ -170,7 +171,7 @@ class ScriptedNode(node_agent_pb2_grpc.NodeAgentServiceServicer):
                 script.requotes -= 1
                 yield self._said(requote=node_agent_pb2.PrefillRequote(), wait_s=script.requote_wait_s)
                 return
-            yield self._said(queued=node_agent_pb2.PrefillQueued())
+            yield self._said(queued=node_agent_pb2.PrefillQueued(), wait_s=len(self.running) * script.leg_s)
             await script.take.wait()
             prefilled = self.first_ids.setdefault(request.transfer_id, asyncio.get_running_loop().create_future())
             yield self._said(taken=node_agent_pb2.PrefillTaken(queue_s=0.25, fetch_s=0.125, fetch_hidden_s=0.1))

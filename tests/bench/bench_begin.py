@@ -39,7 +39,8 @@ from evolving.v1 import common_pb2
 from evolving_gateway.beginning import Beginning
 from evolving_gateway.directory import DirectoryClient
 from evolving_gateway.metrics import GatewayMetrics
-from evolving_gateway.nodes import Cluster, Node
+from evolving_gateway.node import Node
+from evolving_gateway.nodes import Cluster
 from evolving_gateway.router import Router
 from evolving_gateway.settings import GatewaySettings
 

@@ -47,7 +47,8 @@ async def attempt(node: ScriptedNode | None = None) -> AsyncIterator[tuple[Attem
         assert model.vocabulary_tokens == VOCABULARY
         job = Job("p0", "default", "r", model, ids_bytes(PROMPT), b"\0" * 32, gateway_pb2.Sampling(max_tokens=5),
                   priority=0, branch_id="", version=0, reserve_deadline_s=5.0)  # fmt: skip
-        plan = Plan(cluster.nodes["n"], score, NOWHERE, [], [], may_requote=False, excluded_decode={}, timeout_s=60.0)
+        plan = Plan(cluster.nodes["n"], score, NOWHERE, [], [], may_requote=False, excluded_prefill={},
+                    excluded_decode={}, timeout_s=60.0)  # fmt: skip
         try:
             yield Attempt(job, plan, cluster, router, metrics), cluster
         finally:

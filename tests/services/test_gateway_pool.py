@@ -15,7 +15,7 @@ from evolving.internal.v1 import directory_pb2, node_agent_pb2
 from evolving.runtime.metrics import Metrics
 from evolving.v1 import common_pb2, gateway_pb2
 from evolving_gateway.metrics import GatewayMetrics
-from evolving_gateway.nodes import Arriving, DecodeArriving, Node
+from evolving_gateway.node import Arriving, DecodeArriving, Node
 from evolving_node_agent.engines.sglang import SglangConfig
 
 BLOCKS = 60

@@ -80,7 +80,7 @@ async def run_gateway(service: Service[GatewaySettings], store: Store) -> None:
         "evolving.v1.GatewayService",
     )
     service.ready.require("nodes")
-    cluster.on_change(lambda: _tell_nodes(service, cluster))
+    cluster.on_change(lambda _: _tell_nodes(service, cluster))
     try:
         await service.start()
         for name, loop in {

@@ -20,7 +20,7 @@ import grpc.aio
 
 from evolving.core.blocks import TOKEN_BYTES
 from evolving.core.decode_routing import DecodeDecision
-from evolving.core.routing import Context
+from evolving.core.routing import Context, exceeds_quote
 from evolving.core.terms import Role
 from evolving.internal.v1 import node_agent_pb2
 from evolving.runtime.log import get_logger
@@ -37,7 +37,8 @@ from evolving_gateway.leg_events import (
     RoleSwitched,
 )
 from evolving_gateway.metrics import GatewayMetrics
-from evolving_gateway.nodes import Arriving, Cluster, DecodeArriving, Node
+from evolving_gateway.node import Arriving, DecodeArriving, Node
+from evolving_gateway.nodes import Change, Cluster
 from evolving_gateway.plan import Job, Plan, Report
 from evolving_gateway.router import Router
 from evolving_gateway.token_ids import ids_from_node, to_wire
@@ -83,6 +84,8 @@ class Attempt:
         self._prefilled = False
         self._landed = False
         self._finished = False
+        self._promised: tuple[float, float] | None = None  # when P said, and after how many seconds it is prefilled
+        self._reserved_at: Node | None = None  # who prefills it next
         self._held: list[AttemptEvent] = []  # of the decode leg, until the first token is known
         self._decoding: _DecodeLeg | None = None
         self._decode_legs = 0
@@ -105,6 +108,8 @@ class Attempt:
         finally:
             stop_listening()
             await end_tasks(*self._tasks)
+            if self._reserved_at is not None:
+                self._reserved_at.arriving.pop(self._prefill_leg, None)
 
     def _start(self, node: Node, leg: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a leg. From here on, not from its first step on, its node's channel must stay open."""
@@ -126,19 +131,49 @@ class Attempt:
         elif isinstance(error := task.exception(), Exception):
             self._events.interrupt(error)
 
-    def _check_role(self) -> None:
-        """A request in P's queue, or on its way there, leaves when P no longer prefills, if another node does; one that
-        waits for room in D, when D no longer decodes."""
+    def _check_role(self, change: Change) -> None:
+        """A request in P's queue, or on its way there, leaves when P no longer prefills, if another node does, or when
+        another begins to and is sooner; one that waits for room in D, when D no longer decodes, or another begins."""
         if self._taken:
-            self._check_decode_role()
-            return
-        if self._serves_prefill(self._plan.node):
-            return
-        if any(self._serves_prefill(node) and node.ready for node in self._router.serving(self._job.model)):
+            self._check_decode_role(change)
+        elif self._cluster.serves(self._plan.node, Role.PREFILL):
+            if change.prefill and self._reserved_at is None:
+                self._check_sooner(change)
+        elif any(
+            self._cluster.serves(node, Role.PREFILL) and node.ready for node in self._router.serving(self._job.model)
+        ):
             self._events.interrupt(RoleSwitched())
 
-    def _serves_prefill(self, node: Node) -> bool:
-        return self._cluster.role(node) in (Role.PREFILL, Role.MIXED)
+    def _check_sooner(self, change: Change) -> None:
+        """Leave P's queue for a node that prefills from now on, where that is much sooner, as for a requote.
+
+        Those that came first are asked first, so both queues keep their order, and share the work evenly.
+        """
+        if self._promised is None:
+            return
+        plan, model, node_id = self._plan, self._job.model, self._plan.node.node_id
+        said_s, wait_s = self._promised
+        left_s = wait_s - (self._cluster.now_s() - said_s) - change.relieved_s.get(node_id, 0.0)
+        others, context = change.prefill - {node_id}, self._context(plan.match.pool_blocks)
+        score = self._router.prefill_at(model, context, plan.match, plan.excluded_prefill, others)
+        if score is None or not exceeds_quote(left_s, score.ttft_s):
+            return
+        assert score.work is not None
+        change.relieved_s[node_id] = change.relieved_s.get(node_id, 0.0) + plan.score.service_s
+        self._reserved_at = self._cluster.nodes[score.node_id]
+        fetched_tokens = score.fetched_blocks * model.block_tokens
+        self._reserved_at.arriving[self._prefill_leg] = Arriving(score.work, fetched_tokens)
+        self._events.interrupt(RoleSwitched())
+
+    def _context(self, pool_blocks: int = 0) -> Context:
+        job, plan = self._job, self._plan
+        return Context(
+            job.request_id,
+            len(self._tokens) // TOKEN_BYTES,
+            job.model.block_tokens,
+            pool_blocks,
+            output_tokens_max=job.sampling.max_tokens - len(plan.generated),
+        )
 
     # -- prefill
 
@@ -186,6 +221,7 @@ class Attempt:
         node.acknowledge(self._prefill_leg, response.wait_s)
         match response.WhichOneof("event"):
             case "queued":
+                self._promised = self._cluster.now_s(), response.wait_s  # which is W_n of a leg behind this one
                 await self._events.put(Queued())
             case "requote":
                 await self._events.put(Requoted())
@@ -233,14 +269,8 @@ class Attempt:
             self._start_decode(decision)
 
     def _choose_decode(self) -> DecodeDecision:
-        job, plan = self._job, self._plan
-        context = Context(
-            job.request_id,
-            len(self._tokens) // TOKEN_BYTES,
-            job.model.block_tokens,
-            output_tokens_max=job.sampling.max_tokens - len(plan.generated),
-        )
-        return self._router.decode(job.model, context, plan.match, plan.node.node_id, self._avoid_decode)
+        plan = self._plan
+        return self._router.decode(self._job.model, self._context(), plan.match, plan.node.node_id, self._avoid_decode)
 
     def _start_decode(self, decision: DecodeDecision) -> None:
         """Send a decode leg to the node that was chosen. What the prefill leg holds goes to whichever leg reserves."""
@@ -251,11 +281,12 @@ class Attempt:
         self._decode_legs += 1
         arriving = DecodeArriving(len(self._tokens) // TOKEN_BYTES, decision.chosen.stored_tokens)
         leg = self._decoding = _DecodeLeg(node, f"{self._name}-d{self._decode_legs}", arriving)
+        node.decode_arriving[leg.leg_id] = arriving
         leg.task = self._start(node, self._decode(leg))
+        leg.task.add_done_callback(lambda _: node.decode_arriving.pop(leg.leg_id, None))
 
     async def _decode(self, leg: _DecodeLeg) -> None:
         node = leg.node
-        node.decode_arriving[leg.leg_id] = leg.arriving
         call = node.stub.Decode(self._decode_request(leg.leg_id), timeout=self._plan.timeout_s)
         try:
             async for response in call:
@@ -266,7 +297,6 @@ class Attempt:
             await self._decode_broke(leg, error)
         finally:
             call.cancel()
-            node.decode_arriving.pop(leg.leg_id, None)
 
     async def _decode_broke(self, leg: _DecodeLeg, error: grpc.aio.AioRpcError) -> None:
         """The attempt fails with a decode leg that had room. For one that had none there may be another node."""
@@ -289,17 +319,20 @@ class Attempt:
 
     # -- leaving a decode node
 
-    def _check_decode_role(self) -> None:
+    def _check_decode_role(self, change: Change) -> None:
         leg = self._decoding
-        if leg is None or not leg.waits or self._serves_decode(leg.node):
+        if leg is None or not leg.waits:
+            return
+        stays = self._cluster.serves(leg.node, Role.DECODE)
+        if stays and not (change.decode and leg.node.full):
             return
         decision = self._choose_decode()
-        if decision.chosen is not None and self._serves_decode(self._cluster.nodes[decision.chosen.node_id]):
+        chosen = decision.chosen
+        if chosen is None or not self._cluster.serves(self._cluster.nodes[chosen.node_id], Role.DECODE):
+            return
+        if not stays or (chosen.node_id in change.decode and chosen.slots_free):
             self._metrics.reroutes.inc()
             self._leave(leg, RoleSwitched(), decision)
-
-    def _serves_decode(self, node: Node) -> bool:
-        return self._cluster.role(node) in (Role.DECODE, Role.MIXED)
 
     def _leave(self, leg: _DecodeLeg, why: LegFailed | RoleSwitched, decision: DecodeDecision) -> None:
         """End a decode leg that waits, or failed as it did; another takes its place."""

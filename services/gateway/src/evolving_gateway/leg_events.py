@@ -40,7 +40,8 @@ class Requoted(Exception):
 
 
 class RoleSwitched(Exception):
-    """P got another role while the request was queued there; or D did, and the computed KV was lost in leaving D."""
+    """P got another role while the request was queued there, or another node got P's, where it is done sooner; or D
+    did, and the computed KV was lost in leaving D."""
 
 
 class LegFailed(Exception):

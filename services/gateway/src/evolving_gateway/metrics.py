@@ -30,7 +30,8 @@ class GatewayMetrics:
         self.attempts = metrics.counter("gateway_attempts", "Dispatches of requests to prefill nodes.")
         self.requotes = metrics.counter("gateway_requotes", "Requests sent back by a node for a longer wait.")
         self.reroutes = metrics.counter(
-            "gateway_reroutes", "Times that requests left a node they waited at because its role switched."
+            "gateway_reroutes",
+            "Times that requests left a node they waited at because it or another one switched.",
         )
         self.choices = metrics.counter("gateway_choices", "Choices of a prefill node.")
         self.choices_hung_on = metrics.counter(

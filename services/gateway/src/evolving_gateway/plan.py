@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from evolving.core.routing import PrefillScore
 from evolving.internal.v1 import directory_pb2, node_agent_pb2
 from evolving.v1 import gateway_pb2
-from evolving_gateway.nodes import Node
+from evolving_gateway.node import Node
 from evolving_gateway.router import ModelFacts
 
 
@@ -39,6 +39,7 @@ class Plan:
     holders: list[node_agent_pb2.Holder]
     generated: list[int]  # output of earlier attempts
     may_requote: bool
+    excluded_prefill: Mapping[str, str]
     excluded_decode: Mapping[str, str]
     timeout_s: float  # what is left of the request's deadline
 

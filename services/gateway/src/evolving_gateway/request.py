@@ -237,6 +237,7 @@ class Request:
             holders=self._desk.router.holders(self._match, score, own),
             generated=list(self._output.ids),
             may_requote=self._requotes < settings.requotes_max,
+            excluded_prefill=dict(self._recovery.avoid_prefill),
             excluded_decode=dict(self._recovery.avoid_decode),
             timeout_s=self._left_s(),
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from evolving.core.candidates import NodeView
@@ -20,7 +20,8 @@ from evolving.core.routing import (
 from evolving.internal.v1 import directory_pb2, node_agent_pb2
 from evolving_gateway.errors import InvalidModelChoice, NoNode, UnknownModel
 from evolving_gateway.metrics import GatewayMetrics
-from evolving_gateway.nodes import Cluster, Node
+from evolving_gateway.node import Node
+from evolving_gateway.nodes import Cluster
 
 NOWHERE = directory_pb2.Match()
 """The match of a request nobody looked up: no copies anywhere."""
@@ -96,6 +97,19 @@ class Router:
         decision = choose_prefill(_with_spares(context, runs), nodes, self._config)
         self._metrics.chosen(decision.chosen is not None, deciding_terms(decision, self._config))
         return decision
+
+    def prefill_at(
+        self,
+        model: ModelFacts,
+        context: Context,
+        match: directory_pb2.Match,
+        excluded: Mapping[str, str],
+        node_ids: Collection[str],
+    ) -> PrefillScore | None:
+        """The best of these nodes by equation 7; None: none of them can."""
+        runs = self._readable(match)
+        nodes = (view for _, view in self._views(model, match, runs, excluded) if view.node_id in node_ids)
+        return choose_prefill(_with_spares(context, runs), nodes, self._config).chosen
 
     def decode(
         self,
