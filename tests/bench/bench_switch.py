@@ -3,11 +3,11 @@
     make bench-switch                25 minutes (or: python tests/bench/bench_switch.py)
     make bench-switch ARGS=--quick   few switches of each, minutes
 
-Three nodes, agents in a closed loop on them, prompts of at most 128 tokens, blocks of 16. Every switch gives one node
-the other role, to decode and to prefill in turn, while a request waits. Its seconds are from the write of the split in
-etcd to the first request in a batch of the new role. Two tell of it, both on the late side, and the first counts: the
-node's status stream, and the clients: by the first token of a prefill on that node less the prefill's own time, or by
-the first token that node decoded.
+Three nodes, agents in a closed loop on them, prompts of at most 128 tokens, blocks of 16, and so few slots that
+requests wait for decode as well. Every switch gives one node the other role, to decode and to prefill in turn, while a
+request waits for that phase. Its seconds are from the write of the split in etcd to the first request in a batch of the
+new role. Two tell of it, both on the late side, and the first counts: the node's status stream, and the clients: by the
+first token of a prefill on that node less the prefill's own time, or by the first token that node decoded.
 
 Lost reuse is the share of prompt tokens whose KV some earlier request produced and that are computed again, with
 switches and without. Two losses that no switch causes are kept out. Gateways fetch all that peers hold (--fetch

@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from bench.switch_figures import Phase, Seen, Switch, reuse_figures, served_s, switch_figures
@@ -18,7 +19,7 @@ _SERVED_S = 60.0  # a role not served for so long is not waited for any more
 _PAUSE_S = (0.5, 1.5)  # between a role that is served and the next switch
 
 SwitchNode = Callable[[str, Phase, Callable[[], int]], Awaitable[Switch]]
-"""Gives a node its new role; the last argument says how many requests wait."""
+"""Gives a node its new role; the last argument says how many requests wait for the new phase."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,8 @@ async def _switch_all(
     draw, roles = random.Random(4), turns_of_roles()
     for number in range(plan.switches):
         node, phase = next(roles)
-        await load.until_waiting()
-        switch = await switch_node(node, phase, lambda: load.waiting)
+        await load.until_waiting(phase)
+        switch = await switch_node(node, phase, partial(load.waiting.__getitem__, phase))
         switches.append(switch)
         seconds = await _until_served(load, switch, seen.get(node, ()))
         print(f"  {name}: switch {number + 1}, {node} to {phase}: {seconds:.3f} s", flush=True)

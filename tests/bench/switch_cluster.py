@@ -26,6 +26,7 @@ from evolving_replay.tally import lost
 
 _CALL_S = 10.0
 _ROLES = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
+_DECODE_SLOTS = {"mock": 8, "sglang": 2}  # so few that requests wait for decode too while one node has it
 _MOCK_SPEED_UP = 0.1  # the mock is a big model on a GPU; so slow, requests of these sizes have to wait
 
 
@@ -35,7 +36,7 @@ class OurCluster:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    async def turn(self, branch: str, prompt: tuple[int, ...], ideal_tokens: int, came: Callable[[], None]) -> Turn:
+    async def turn(self, branch: str, prompt: tuple[int, ...], ideal_tokens: int, came: Callable[[int], None]) -> Turn:
         """See Target."""
         times: list[float] = []
         generation = self._client.branch(branch).generate(
@@ -45,8 +46,8 @@ class OurCluster:
         try:
             async for event in generation:
                 if isinstance(event, Tokens):
-                    came()
                     times += [time.monotonic()] * len(event.token_ids)
+                    came(len(times))
                 elif isinstance(event, Finished):
                     finished = event
         except EvolvingError as error:
@@ -138,6 +139,7 @@ async def _statuses(
 def spec(engine: str, model: Path, state: Path, fetch: str) -> ClusterSpec:
     """Three nodes with either engine: small blocks, as prompts are short."""
     node_flags = ["--block-tokens", BLOCK_TOKENS, "--chunk-tokens", CHUNK_TOKENS]
+    node_flags += ["--decode-slots", _DECODE_SLOTS[engine]]
     if engine == "mock":
         node_flags += ["--mock-speed-up", _MOCK_SPEED_UP]
     else:

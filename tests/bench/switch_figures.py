@@ -71,7 +71,7 @@ class Switch:
     node_id: str
     phase: Phase  # the new one
     written_s: float  # when the new role was in force
-    waiting: int  # requests then sent and without a token
+    waiting: int  # requests then without the first token that the new phase gives them
     refusals: int = 0
 
 

@@ -16,14 +16,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from bench.switch_figures import Answer
+from bench.switch_figures import Answer, Phase
 
 from evolving_client.events import encode_token_ids
 from evolving_replay.ideal import AgentKv, ProducedKv
 
 BLOCK_TOKENS = 16
 PROMPT_MOST = 128
-CHUNK_TOKENS = 256
+CHUNK_TOKENS = 128
 OUTPUT_TOKENS = 12
 _FIRST_TOKENS = (32, 49)  # of a context's first prompt
 _MORE_TOKENS = (8, 25)  # added to it each turn
@@ -53,9 +53,9 @@ class Turn:
 class Target(Protocol):
     """What is asked: our cluster, or another."""
 
-    async def turn(self, branch: str, prompt: tuple[int, ...], ideal_tokens: int, came: Callable[[], None]) -> Turn:
+    async def turn(self, branch: str, prompt: tuple[int, ...], ideal_tokens: int, came: Callable[[int], None]) -> Turn:
         """One request of a context, OUTPUT_TOKENS long. ideal_tokens: leading ones that were produced before.
-        `came` is called at the first token. Raises TurnFailed."""
+        `came` is told how many tokens there are whenever some came. Raises TurnFailed."""
         ...
 
     async def end(self, branch: str) -> None:
@@ -71,7 +71,9 @@ class Load:
     agents: int
     answers: list[Answer] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
-    waiting: int = 0  # requests sent and without a token
+    waiting: dict[Phase, int] = field(
+        default_factory=lambda: {"prefill": 0, "decode": 0}
+    )  # requests, for its first token
     _over: bool = False
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -91,9 +93,9 @@ class Load:
         while len(self.answers) < wanted:
             await asyncio.sleep(POLL_S)
 
-    async def until_waiting(self) -> None:
-        """Some request waits for its first token."""
-        while self.waiting == 0:
+    async def until_waiting(self, phase: Phase) -> None:
+        """Some request waits for the first token that a phase gives it."""
+        while self.waiting[phase] == 0:
             await asyncio.sleep(POLL_S / 10)
 
     async def _agent(self, draw: random.Random) -> None:
@@ -118,7 +120,7 @@ class Load:
         waits = _Waits(self)
         sent_s = time.monotonic()
         try:
-            turn = await self.target.turn(branch, prompt, ideal_tokens, waits.over)
+            turn = await self.target.turn(branch, prompt, ideal_tokens, waits.came)
         except TurnFailed as failure:
             self.failures[str(failure)] += 1
             return None
@@ -143,17 +145,27 @@ class Load:
 
 
 class _Waits:
-    """One request among those that wait."""
+    """One request among those that wait: for the first token, which prefill gives, then for the second."""
 
     def __init__(self, load: Load) -> None:
-        self._load = load
-        self._waits = True
-        load.waiting += 1
+        self._waiting = load.waiting
+        self._phase: Phase | None = None
+        self._wait("prefill")
+
+    def came(self, tokens: int) -> None:
+        """It has so many."""
+        self._wait("decode" if tokens == 1 else None)
 
     def over(self) -> None:
-        """Its first token came, or none will."""
-        self._load.waiting -= self._waits
-        self._waits = False
+        """No more will come."""
+        self._wait(None)
+
+    def _wait(self, phase: Phase | None) -> None:
+        if self._phase is not None:
+            self._waiting[self._phase] -= 1
+        self._phase = phase
+        if phase is not None:
+            self._waiting[phase] += 1
 
 
 def _text(draw: random.Random, length: tuple[int, int]) -> tuple[int, ...]:

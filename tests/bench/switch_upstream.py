@@ -80,7 +80,7 @@ class Upstream:
     accepted_s: list[float] = field(default_factory=list)  # of each switch, until the node said it was done
     _rooms: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
-    async def turn(self, branch: str, prompt: tuple[int, ...], ideal_tokens: int, came: Callable[[], None]) -> Turn:
+    async def turn(self, branch: str, prompt: tuple[int, ...], ideal_tokens: int, came: Callable[[int], None]) -> Turn:
         """See Target."""
         prefill = self._choose("prefill", self._homes.get(branch))
         decode = self._choose("decode", None)
@@ -142,7 +142,7 @@ class Upstream:
         serving = [server for server in self.servers.values() if server.phase == phase and not server.draining]
         return min(serving, key=lambda server: (server.name != wanted, server.running))
 
-    async def _leg(self, server: Server, body: dict[str, Any], came: Callable[[], None]) -> _Leg:
+    async def _leg(self, server: Server, body: dict[str, Any], came: Callable[[int], None]) -> _Leg:
         """One of the two legs, read to its end."""
         leg = _Leg()
         try:
@@ -152,7 +152,7 @@ class Upstream:
                 async for line in response.content:
                     if line.startswith(b"data: {"):
                         leg.take(json.loads(line[len(b"data: ") :]))
-                        came()
+                        came(len(leg.output))
         except (aiohttp.ClientError, TimeoutError) as error:
             raise TurnFailed(f"{server.phase}: {type(error).__name__}") from error
         if not leg.came:

@@ -75,8 +75,8 @@ async def serving(*phases: Phase) -> AsyncIterator[tuple[list[FakeSglang], Upstr
         await runner.cleanup()
 
 
-def _nothing() -> None:
-    """Nobody waits for the first token."""
+def _nothing(_: int) -> None:
+    """Nobody waits for tokens."""
 
 
 async def test_a_busy_node_is_drained_and_then_switched() -> None:
