@@ -16,6 +16,7 @@ from evolving.core.candidates import NodeView
 from evolving.core.config import EvictionPolicy
 from evolving.core.decode_routing import DecodeNode
 from evolving.core.routing import Context, RoutingConfig
+from evolving.core.work import PrefillWork
 
 if TYPE_CHECKING:
     from evolving_sim.events import EventHeap
@@ -38,8 +39,7 @@ class PrefillNode:
     """What a router knows of a node that prefills now."""
 
     view: NodeView
-    prefilling: int  # requests sent there whose first token isn't there yet
-    prefill_tokens: int  # their prompt tokens that were uncached when they were sent
+    prefilling: Sequence[PrefillWork]  # of prompts sent there whose first token isn't there yet, as they were sent
     open_requests: int  # requests sent there that aren't finished, wherever they are now
 
 
@@ -52,14 +52,14 @@ class PrefillChoice:
 
 
 class PrefillPolicy(Protocol):
-    """Chooses the node that prefills. May have state: one per run."""
+    """Chooses the node that prefills."""
 
     def choose(self, asked: Asked, nodes: Sequence[PrefillNode], now_s: float) -> PrefillChoice:
         """Where `asked` goes; `nodes`, ordered by id, serve the phase now and are one at least."""
 
 
 class DecodePolicy(Protocol):
-    """Chooses the node that decodes. May have state: one per run."""
+    """Chooses the node that decodes."""
 
     def choose(self, asked: Asked, nodes: Sequence[DecodeNode], now_s: float) -> str:
         """Id of the node for `asked`; `nodes`, ordered by id, serve the phase now and are one at least."""
@@ -76,7 +76,7 @@ class Switch:
 
 
 class Controller(Protocol):
-    """Changes the split while the cluster serves. One per run."""
+    """Changes the split while the cluster serves."""
 
     @property
     def switches(self) -> list[Switch]:
@@ -127,13 +127,20 @@ class PolicySetup:
 
 
 @dataclass(frozen=True, slots=True)
+class Policies:
+    """Who decides in one run. What they know of it they may share."""
+
+    prefill: PrefillPolicy
+    decode: DecodePolicy
+    controller: Controller | None = None  # None: the split stays
+
+
+@dataclass(frozen=True, slots=True)
 class Arm:
     """A system to simulate, but for the nodes' speed and sizes."""
 
     name: str
-    prefill: Callable[[PolicySetup], PrefillPolicy]
-    decode: Callable[[PolicySetup], DecodePolicy]
-    controller: Callable[[], Controller] | None = None  # None: the split stays
+    policies: Callable[[PolicySetup], Policies]  # made anew for each run
     eviction: EvictionPolicy = EvictionPolicy.AGENT
     fetch: FetchMode = FetchMode.ASYNC
     switching: Switching = IN_PLACE
