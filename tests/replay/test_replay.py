@@ -14,7 +14,7 @@ from waiting import eventually
 
 from evolving.v1 import common_pb2
 from evolving_client import RetryPolicy
-from evolving_replay import Arrivals, Progress, ReplayError, ReplayOptions, replay
+from evolving_replay import Answered, Arrivals, Progress, ReplayError, ReplayOptions, replay
 from evolving_sim.trace_files import read_sessions
 from evolving_sim.traces import Step, TraceAgent, TraceRequest, TraceSession, branch_steps
 
@@ -59,6 +59,24 @@ async def test_nothing_is_lost_where_everything_is_kept() -> None:
     assert gateway.most_running <= 3 + 1, "three sessions, one of them with two sub-agents"
     assert report.ttft.p99_s <= report.e2e.p99_s
     assert report.hidden_share == 0.5
+
+
+async def test_each_answer_is_told_with_its_place() -> None:
+    gateway, told = PoolGateway(), list[Answered]()
+    async with serving(gateway) as address:
+        report = await replay(AGENTS, options(address), on_answer=told.append)
+    places = {
+        (number, agent, index): asked
+        for number, session in enumerate(AGENTS)
+        for agent, each in enumerate(session.agents)
+        for index, asked in enumerate(each.requests)
+    }
+    assert sorted((each.session, each.agent, each.request) for each in told) == sorted(places)
+    for each in told:
+        asked = places[each.session, each.agent, each.request]
+        assert each.finished.usage.prompt_tokens == asked.input_tokens
+        assert 0 <= each.sent_s <= each.sent_s + each.ttft_s <= each.sent_s + each.e2e_s <= report.wall_s
+    assert sum(each.ideal_tokens for each in told) == pytest.approx(report.ideal_hit_rate * report.prompt_tokens)
 
 
 async def test_answers_of_earlier_turns_are_reused() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from evolving_client import Cached, Finished, FinishReason, LossCause, Overloaded, Reuse, Timings, Usage
 from evolving_replay.report import CAUSES, Latency, NodeLoad
-from evolving_replay.tally import Tally, lost
+from evolving_replay.tally import Answered, Tally, lost
 
 COUNTS = st.integers(0, 1000)
 
@@ -106,7 +106,9 @@ def test_a_report_adds_up() -> None:
         (finished(prompt=1000, pool=200, planned=200, cached=200, nodes=("p", "p")), 0),
     ]:
         tally.request_sent()
-        tally.request_finished(result, ideal, ttft_s=1.0, e2e_s=4.0)
+        tally.request_answered(
+            Answered(0, 0, 0, sent_s=0.0, ttft_s=1.0, e2e_s=4.0, ideal_tokens=ideal, finished=result)
+        )
     for error in (Overloaded("no", reason="QUEUE_FULL"), Overloaded("no", reason="QUEUE_FULL")):
         tally.request_sent()
         tally.request_failed(error)

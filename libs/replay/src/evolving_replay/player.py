@@ -14,7 +14,7 @@ from evolving_replay.options import Arrivals, ReplayError, ReplayOptions
 from evolving_replay.prompts import BlockTokens, SessionPrompts
 from evolving_replay.report import Report
 from evolving_replay.session import Pace, SessionPlayer
-from evolving_replay.tally import Progress, Tally
+from evolving_replay.tally import Answered, Progress, Tally
 from evolving_sim.traces import TraceSession
 
 _END_PATIENCE_S = 30.0
@@ -26,8 +26,11 @@ async def replay(
     options: ReplayOptions,
     on_progress: Callable[[Progress], None] | None = None,
     stop: asyncio.Event | None = None,
+    on_answer: Callable[[Answered], None] | None = None,
 ) -> Report:
     """Play sessions against a cluster and say what it cost.
+
+    `on_answer` is called with each request that was answered, as it is.
 
     Setting `stop` ends it early: what runs is cancelled, all branches are ended, and the report is of what was played
     until then and not `complete`. Branches are ended as well when this task is cancelled.
@@ -38,7 +41,7 @@ async def replay(
     if options.arrivals is Arrivals.OPEN and not all(session.open_loop for session in sessions):
         raise ReplayError("this trace doesn't tell when its sessions come; play it with closed arrivals")
     async with connect(options) as client:
-        player = _Player(client, options, await served_model(client, options.model), sessions, on_progress)
+        player = _Player(client, options, await served_model(client, options.model), sessions, on_progress, on_answer)
         return await player.run(stop or asyncio.Event())
 
 
@@ -73,12 +76,14 @@ class _Player:
         model: gateway_pb2.Model,
         sessions: Sequence[TraceSession],
         on_progress: Callable[[Progress], None] | None,
+        on_answer: Callable[[Answered], None] | None,
     ) -> None:
         self._client = client
         self._options = options
         self._model = model
         self._sessions = sessions
-        self._tally = Tally(sum(session.request_count for session in sessions), len(sessions), on_progress)
+        requests = sum(session.request_count for session in sessions)
+        self._tally = Tally(requests, len(sessions), on_progress, on_answer)
         self._pace = Pace(time.monotonic(), options.compression)
         self._run_id = secrets.token_hex(6)
         self._live: set[str] = set()  # main branches of sessions that began and were not ended
@@ -134,6 +139,7 @@ class _Player:
                 pace=self._pace,
                 tally=self._tally,
                 session=session,
+                number=number,
                 branch_id=f"replay-{self._run_id}-{number}",
                 prompts=SessionPrompts(blocks),
                 produced=produced,

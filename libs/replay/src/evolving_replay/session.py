@@ -13,8 +13,8 @@ from evolving_client.events import encode_token_ids
 from evolving_client.options import GenerateOptions
 from evolving_replay.ideal import AgentKv, ProducedKv
 from evolving_replay.prompts import SessionPrompts
-from evolving_replay.tally import Tally
-from evolving_sim.traces import BranchStep, TraceAgent, TraceRequest, TraceSession, branch_steps
+from evolving_replay.tally import Answered, Tally
+from evolving_sim.traces import BranchStep, TraceAgent, TraceSession, branch_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class SessionPlayer:
-    """branch_id: of the main agent. first_request: number of the session's first among requests that share blocks.
+    """number: of the session. branch_id: of the main agent. first_request: number of the session's first among requests that share blocks.
 
     open_loop: send requests when the trace says, instead of keeping the times in which agents think.
     """
@@ -44,6 +44,7 @@ class SessionPlayer:
     pace: Pace
     tally: Tally
     session: TraceSession
+    number: int
     branch_id: str
     prompts: SessionPrompts
     produced: ProducedKv
@@ -67,7 +68,7 @@ class SessionPlayer:
                 await asyncio.wait(awaited)
             await (self.pace.until(request.at_s) if self.open_loop else self.pace.think(request.think_s))
             prompt = self.prompts.prompt(request, self.first_request + before + index)
-            finished = await self._ask(request, prompt, self._branch(number, step), kv.reusable_tokens(prompt))
+            finished = await self._ask(number, index, prompt, self._branch(number, step), kv.reusable_tokens(prompt))
             if finished is not None:
                 output = encode_token_ids(finished.output_token_ids)
                 self.prompts.answered(request, prompt, output)
@@ -98,9 +99,10 @@ class SessionPlayer:
         return f"{self.branch_id}.{number}" if number else self.branch_id
 
     async def _ask(
-        self, request: TraceRequest, prompt: bytes, branch: common_pb2.BranchMetadata, ideal_tokens: int
+        self, agent: int, index: int, prompt: bytes, branch: common_pb2.BranchMetadata, ideal_tokens: int
     ) -> Finished | None:
-        """The answer; None when the client gave up."""
+        """The answer to an agent's request; None when the client gave up."""
+        request = self.session.agents[agent].requests[index]
         options: GenerateOptions = {"max_tokens": max(1, request.output_tokens), "ignore_eos": True}
         generation = self.client.start_generation(_Encoded(prompt), options, branch)
         sent_s = time.monotonic()
@@ -113,7 +115,10 @@ class SessionPlayer:
         except asyncio.CancelledError:
             self.tally.request_left()
             raise
-        self.tally.request_finished(finished, ideal_tokens, first_s - sent_s, time.monotonic() - sent_s)
+        begun_s, e2e_s = sent_s - self.pace.started_s, time.monotonic() - sent_s
+        self.tally.request_answered(
+            Answered(self.number, agent, index, begun_s, first_s - sent_s, e2e_s, ideal_tokens, finished)
+        )
         return finished
 
 

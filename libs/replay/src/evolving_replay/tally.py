@@ -26,6 +26,20 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Answered:
+    """A request that was answered: the `request`-th of the `agent`-th agent of the `session`-th session, from 0."""
+
+    session: int
+    agent: int
+    request: int
+    sent_s: float  # since the replay's start
+    ttft_s: float  # since it was sent, as seen here, as is the next
+    e2e_s: float
+    ideal_tokens: int  # prompt tokens whose KV requests finished before it was sent had produced
+    finished: Finished
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """Prompt tokens of one request that some earlier request had produced, and why they were computed again."""
 
@@ -59,6 +73,7 @@ class Tally:
     total_requests: int
     total_sessions: int
     on_progress: Callable[[Progress], None] | None = None
+    on_answer: Callable[[Answered], None] | None = None
     running_requests: int = 0
     running_sessions: int = 0
     finished_sessions: int = 0
@@ -106,11 +121,12 @@ class Tally:
         self.failures[error.reason or (error.code.name if error.code else type(error).__name__)] += 1
         self._tell()
 
-    def request_finished(self, finished: Finished, ideal_tokens: int, ttft_s: float, e2e_s: float) -> None:
-        """It was answered. ttft_s and e2e_s: since it was sent, as seen here."""
+    def request_answered(self, answered: Answered) -> None:
+        """It has its result."""
+        finished = answered.finished
         self.running_requests -= 1
-        self.ttft_s.append(ttft_s)
-        self.e2e_s.append(e2e_s)
+        self.ttft_s.append(answered.ttft_s)
+        self.e2e_s.append(answered.e2e_s)
         self.resent += finished.reconnects
         self.moved += finished.attempts
         self.prompt_tokens += finished.usage.prompt_tokens
@@ -119,7 +135,7 @@ class Tally:
         self.fetch_hidden_s += finished.timings.fetch_hidden_s
         for source in SOURCES:
             self.cached_by[source] += getattr(finished.cached, source)
-        losses = lost(ideal_tokens, finished)
+        losses = lost(answered.ideal_tokens, finished)
         self.ideal_tokens += losses.ideal
         self.beyond_tokens += losses.beyond
         self.lost_by.update(losses.by)
@@ -128,6 +144,8 @@ class Tally:
         prefill.computed_tokens += finished.usage.computed_tokens
         prefill.cached_tokens += finished.cached.total
         self.nodes.setdefault(finished.decode_node_id, NodeLoad()).decodes += 1
+        if self.on_answer is not None:
+            self.on_answer(answered)
         self._tell()
 
     def report(self, *, complete: bool, wall_s: float) -> Report:
