@@ -54,14 +54,14 @@ class PrefillChoice:
 class PrefillPolicy(Protocol):
     """Chooses the node that prefills."""
 
-    def choose(self, asked: Asked, nodes: Sequence[PrefillNode], now_s: float) -> PrefillChoice:
+    def choose(self, asked: Asked, nodes: Sequence[PrefillNode], now_s: float, /) -> PrefillChoice:
         """Where `asked` goes; `nodes`, ordered by id, serve the phase now and are one at least."""
 
 
 class DecodePolicy(Protocol):
     """Chooses the node that decodes."""
 
-    def choose(self, asked: Asked, nodes: Sequence[DecodeNode], now_s: float) -> str:
+    def choose(self, asked: Asked, nodes: Sequence[DecodeNode], now_s: float, /) -> str:
         """Id of the node for `asked`; `nodes`, ordered by id, serve the phase now and are one at least."""
 
 
