@@ -180,7 +180,7 @@ def test_what_could_begin_a_stop_text_is_held_back(tokenizer: Tokenizer) -> None
     assert output.text == "aENb"
 
 
-@given(text=TEXTS, data=st.data())
+@given(text=TEXTS.filter(lambda text: "stop" not in text), data=st.data())
 def test_a_resumed_output_goes_on_exactly_where_the_first_call_stopped(
     tokenizer: Tokenizer, text: str, data: st.DataObject
 ) -> None:
