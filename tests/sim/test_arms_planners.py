@@ -81,7 +81,7 @@ class Cluster:
 def dynamo(cluster: Cluster) -> tuple[DynamoPlanner, EventHeap]:
     """Its thresholds over a context of 1,000 tokens."""
     events = EventHeap()
-    planner = DynamoPlanner(DynamoPlannerConfig(context_tokens=1_000))
+    planner = DynamoPlanner(DynamoPlannerConfig(context_tokens=1_000, first_look_s=5.0))
     planner.begin(events, cluster)
     return planner, events
 
@@ -178,6 +178,16 @@ def test_dynamo_only_observes_while_a_node_restarts() -> None:
     events.run_until(690.0)
     assert cluster.shapes == ["5P1D", "4P2D", "3P3D"]
     assert [switch.at_s for switch in planner.switches] == [5.0, 690.0]
+
+
+def test_dynamo_looks_first_when_the_agents_of_a_run_are_there() -> None:
+    cluster, events = Cluster("3P3D"), EventHeap()
+    DynamoPlanner(DynamoPlannerConfig()).begin(events, cluster)
+    cluster.decode("n5", 9, 20_000)
+    events.run_until(59.9)
+    assert cluster.shapes == ["3P3D"]
+    events.run_until(60.0)
+    assert cluster.shapes == ["3P3D", "2P4D"]
 
 
 def test_dynamo_leaves_each_phase_a_node() -> None:

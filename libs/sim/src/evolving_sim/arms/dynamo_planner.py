@@ -41,13 +41,10 @@ class DynamoPlanner:
     def begin(self, events: EventHeap, cluster: Controlled) -> None:
         """As `Controller` has it."""
         self._events, self._cluster = events, cluster
-        self._look_again()
-
-    def _look_again(self) -> None:
-        self._events.after(self.config.interval_s, Priority.DECISION, self._look)
+        events.after(self.config.first_look_s, Priority.DECISION, self._look)
 
     def _look(self) -> None:
-        self._look_again()
+        self._events.after(self.config.interval_s, Priority.DECISION, self._look)
         cluster = self._cluster
         if set(cluster.roles.values()) != {Role.PREFILL, Role.DECODE}:
             return  # a node restarts, or a phase has lost its last one

@@ -70,6 +70,9 @@ class DynamoPlannerConfig:
 
     # load_adjustment_interval_seconds
     interval_s: float = 5.0
+    # When it looks first: once the agents of a run are there, who begin spread over its first minute. An empty cluster
+    # asks for less of both phases, and the paper's runs start at the same split under load (§5.1).
+    first_look_s: float = 60.0
     # Thresholds of that target (planner/core/load_scaling.py). Prefill: prompt tokens in a node's queue, whether cached
     # or not, over `context_tokens`. One more node when any node is at or above, one less when all are below.
     prefill_up: float = 1.0
