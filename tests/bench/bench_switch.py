@@ -47,7 +47,7 @@ from cluster import DEFAULT_MODEL, ROOT
 OUTPUT = ROOT / "build" / "bench-switch.json"
 STATE = ROOT / "build" / "bench-switch"
 PLANS = {
-    False: {"mock": Plan(40, 60), "sglang": Plan(12, 60), "upstream": Plan(12, 30, still=200)},
+    False: {"mock": Plan(40, 60), "sglang": Plan(12, 60, still=200), "upstream": Plan(12, 30, still=200)},
     True: {
         "mock": Plan(40, 6, warm_up=20, still=60),
         "sglang": Plan(12, 6, warm_up=20, still=30),

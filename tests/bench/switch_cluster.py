@@ -26,7 +26,7 @@ from evolving_replay.tally import lost
 
 _CALL_S = 10.0
 _ROLES = {"prefill": common_pb2.ROLE_PREFILL, "decode": common_pb2.ROLE_DECODE}
-_DECODE_SLOTS = {"mock": 8, "sglang": 2}  # so few that requests wait for decode too while one node has it
+_DECODE_SLOTS = {"mock": 8, "sglang": 5}  # so few that requests wait for decode too while one node has it
 _MOCK_SPEED_UP = 0.1  # the mock is a big model on a GPU; so slow, requests of these sizes have to wait
 
 

@@ -30,6 +30,7 @@ _MORE_TOKENS = (8, 25)  # added to it each turn
 _TOOL_S = (0.5, 1.5)  # between an answer and the next turn; longer than a block takes from L1 to L2
 _IDS = (300, 30_000)  # ordinary ids of both engines' vocabularies
 POLL_S = 0.02
+_WAITING_LEAST = 3
 
 
 class TurnFailed(Exception):
@@ -94,8 +95,8 @@ class Load:
             await asyncio.sleep(POLL_S)
 
     async def until_waiting(self, phase: Phase) -> None:
-        """Some request waits for the first token that a phase gives it."""
-        while self.waiting[phase] == 0:
+        """Requests wait for the first token that a phase gives them: so many that not all are being worked on."""
+        while self.waiting[phase] < _WAITING_LEAST:
             await asyncio.sleep(POLL_S / 10)
 
     async def _agent(self, draw: random.Random) -> None:
