@@ -1,9 +1,10 @@
 """Arrow: a node changes its phase as soon as requests are predicted to miss their targets (§2.1, §2.2).
 
-After its paper (arXiv 2505.11916). Prefill is predicted from a prompt's whole length, as if nothing of it were cached
-(§3.1 there), decode from the batch. A request for which no node of its phase meets the target moves one in from the
-other phase (§5.3), and so does, towards decode, a look at the loads every second (§5.5). Where requests go is not
-Arrow's here: all baselines of the paper are routed alike (§5.1).
+Sections and algorithms named here are those of Arrow's paper (arXiv 2505.11916), as the implementation Narwhal refers
+to them. Prefill is predicted from a prompt's whole length, as if nothing of it were cached (§3.1), decode from the
+batch. A request for which no node of its phase meets the target moves one in from the other phase (§5.3), and so does,
+towards decode, a look at the loads every second (§5.5). Where requests go is not Arrow's here: the paper that compares
+routes all baselines alike.
 """
 
 from __future__ import annotations

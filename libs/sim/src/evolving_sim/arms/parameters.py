@@ -111,13 +111,15 @@ RESTARTS_S: Mapping[tuple[str, int], float] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ArrowConfig:
-    """Arrow (arXiv 2505.11916), its sections 5.3 and 5.5: requests and nodes are scheduled by what the targets allow.
+    """Arrow (arXiv 2505.11916): requests and nodes are scheduled by what targets allow.
 
-    The targets are not in the paper at hand. These are the defaults of the service by Arrow's authors (xllm-service,
-    `target_ttft` and `target_tpot`). Arrow's paper gives its thresholds no numbers either; these are the defaults of
-    the one independent implementation there is (Narwhal, "Configuration").
+    The paper doesn't say what targets and thresholds it ran Arrow with. The targets here are the defaults of the
+    service by Arrow's authors (xllm-service). The thresholds are the defaults of the one independent implementation
+    that states which rule is from which section (Narwhal, "Configuration"); of the looks in a row it says that Arrow
+    names no count.
     """
 
+    # target_ttft, target_tpot
     ttft_target_s: float = 1.0
     tpot_target_s: float = 0.05
     # Load of the decoding nodes, mean time per token over its target, from which on they get a node ...
