@@ -44,8 +44,9 @@ from bench.split_cases import (
 
 from evolving.core.config import Gate
 from evolving.core.planner import SplitShape
+from evolving_sim.arms.arm import Switch
+from evolving_sim.arms.named import ARMS
 from evolving_sim.driver import Run, Scenario, serve, shapes
-from evolving_sim.planner_loop import Switch
 from evolving_sim.results import Summary
 
 OUTPUT = Path(__file__).resolve().parents[2] / "build" / "bench-split.json"
@@ -77,9 +78,8 @@ def plan(scenario: Scenario, end_s: float) -> Planned:
     run.until(end_s)
     run.check_invariants()
     assert run.planner is not None
-    assert scenario.planner is not None
     reasons = tuple(decision.reason for decision in run.planner.decisions)
-    gate, switches = scenario.planner.planner.gate.value, tuple(run.planner.switches)
+    gate, switches = run.planner.config.planner.gate.value, tuple(run.planner.switches)
     return Planned(str(scenario.shape), gate, switches, reasons, run.cluster.oldest_open_s())
 
 
@@ -129,7 +129,7 @@ class Shifted:
 
 def serve_shift(shape: SplitShape, seed: int) -> list[Summary]:
     """What a fixed split serves of the shift: of each window, then of each period."""
-    run = Run(replace(shift_scenario(None), shape=shape, seed=seed))
+    run = Run(replace(shift_scenario(ARMS["ours-static"]), shape=shape, seed=seed))
     run.until(SHIFT_END_S)
     return [run.results.between(from_s, to_s) for from_s, to_s in (*SHIFT_WINDOWS, *SHIFT_PERIODS)]
 
@@ -161,7 +161,7 @@ class Bench:
         shifted = {str(shape): self._pool.submit(serve_shift, shape, self._seed) for shape in shapes(NODES)}
         fixed = {case_key(case): self._search(case) for case in CASES}
         steady = [
-            (case, self._submit(replace(case.scenario(SplitShape.parse(start)), planner=planner(gate)), STEADY_END_S))
+            (case, self._submit(replace(case.scenario(SplitShape.parse(start)), arm=planner(gate)), STEADY_END_S))
             for case in CASES
             for gate in Gate
             for start in case.starts

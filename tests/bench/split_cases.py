@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 
 from evolving.core.config import Gate, PlannerConfig
 from evolving.core.planner import SplitShape
+from evolving_sim.arms.arm import Arm
+from evolving_sim.arms.named import ours
 from evolving_sim.driver import Scenario
 from evolving_sim.machines import GLM_5_2, KIMI_K2_6
 from evolving_sim.mixes import CODING, COMPUTER_USE, MATH, MATH_LONG
 from evolving_sim.node_config import NodeConfig
 from evolving_sim.planner_loop import LoopConfig
-from evolving_sim.population import Burst, Period
+from evolving_sim.population import Burst, Period, WorkloadConfig
 from evolving_sim.sessions import AgentKind
 
 WINDOW_S = 600.0
@@ -38,7 +40,7 @@ class Case:
 
     def scenario(self, shape: SplitShape) -> Scenario:
         """From a first split, without a planner."""
-        return Scenario(self.machine, shape, (Period(0.0, self.agents),))
+        return Scenario(self.machine, shape, WorkloadConfig((Period(0.0, self.agents),)))
 
 
 CASES = (
@@ -68,9 +70,9 @@ SHIFT_PERIODS = [(SHIFT_PERIOD_S * at + WARM_S, SHIFT_PERIOD_S * (at + 1)) for a
 """Stretches of time in which splits are compared; a period without its first windows, as elsewhere."""
 
 
-def planner(gate: Gate) -> LoopConfig:
-    """The defaults: a window of 600 s, 10 slices, 120 s of cooldown."""
-    return LoopConfig(PlannerConfig(gate=gate))
+def planner(gate: Gate) -> Arm:
+    """Ours, with the defaults: a window of 600 s, 10 slices, 120 s of cooldown."""
+    return ours(LoopConfig(PlannerConfig(gate=gate)))
 
 
 def burst_scenario(shape: SplitShape, gate: Gate) -> Scenario:
@@ -79,10 +81,11 @@ def burst_scenario(shape: SplitShape, gate: Gate) -> Scenario:
     (kind,) = coding.agents
     assert kind.sub_agents is not None
     burst = Burst(BURST_AT_S, BURST_AGENTS, kind.sub_agents.kind)
-    return replace(coding.scenario(shape), planner=planner(gate), bursts=(burst,))
+    scenario = coding.scenario(shape)
+    return replace(scenario, arm=planner(gate), workload=replace(scenario.workload, bursts=(burst,)))
 
 
-def shift_scenario(with_planner: LoopConfig | None) -> Scenario:
+def shift_scenario(arm: Arm) -> Scenario:
     """Math, then mixed, then computer use."""
     periods = tuple(Period(SHIFT_PERIOD_S * number, case.agents) for number, case in enumerate(SHIFT))
-    return Scenario(KIMI_K2_6, SplitShape.parse(SHIFT[0].starts[0]), periods, with_planner)
+    return Scenario(KIMI_K2_6, SplitShape.parse(SHIFT[0].starts[0]), WorkloadConfig(periods), arm)

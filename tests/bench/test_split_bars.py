@@ -10,7 +10,7 @@ import pytest
 from bench.bench_split import Bench, Planned, Searched, Shifted, case_key
 from bench.split_cases import BURST_AT_S, CASES, END_S, SHIFT_PERIODS, SHIFT_WINDOWS, WINDOW_S
 
-from evolving_sim.planner_loop import Switch
+from evolving_sim.arms.arm import Switch
 from evolving_sim.results import Summary
 
 

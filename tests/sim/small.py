@@ -7,10 +7,11 @@ from dataclasses import replace
 from evolving.core.config import PlannerConfig
 from evolving.core.planner import SplitShape
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
+from evolving_sim.arms.named import ARMS, ours
 from evolving_sim.driver import Scenario
 from evolving_sim.node_config import NodeConfig
 from evolving_sim.planner_loop import LoopConfig
-from evolving_sim.population import Period
+from evolving_sim.population import Period, WorkloadConfig
 from evolving_sim.sessions import AgentKind, Spread, SubAgents
 
 # A prompt of 400 new tokens takes about a second, 60 decode iterations of a few requests about four.
@@ -74,5 +75,6 @@ WRITER = replace(
 
 def scenario(shape: str, agents: dict[AgentKind, int] | None = None, planner: PlannerConfig | None = None) -> Scenario:
     """Twenty workers, unless told otherwise."""
-    loop = LoopConfig(planner) if planner else None
-    return Scenario(MACHINE, SplitShape.parse(shape), (Period(0.0, agents or {WORKER: 20}),), loop)
+    arm = ours(LoopConfig(planner)) if planner else ARMS["ours-static"]
+    workload = WorkloadConfig((Period(0.0, agents or {WORKER: 20}),))
+    return Scenario(MACHINE, SplitShape.parse(shape), workload, arm)

@@ -10,6 +10,7 @@ from sim.small import HELPER, READER, WORKER, WRITER, scenario
 from evolving.core.config import PlannerConfig
 from evolving.core.modes import Mode
 from evolving.core.planner import SplitShape
+from evolving_sim.arms.named import ours
 from evolving_sim.driver import Run, search
 from evolving_sim.planner_loop import LoopConfig, shape_of
 from evolving_sim.population import Burst
@@ -45,14 +46,15 @@ def test_a_burst_of_sub_agents_changes_nothing() -> None:
     settled.until(END_S)
     best = str(shape_of(settled.cluster))
     calm = scenario(best, planner=PLANNER)
-    run = Run(replace(calm, bursts=(Burst(1.5 * PLANNER.window_s, 20, HELPER),)))
+    workload = replace(calm.workload, bursts=(Burst(1.5 * PLANNER.window_s, 20, HELPER),))
+    run = Run(replace(calm, workload=workload))
     run.until(END_S)
     assert run.planner is not None
     assert [switch for switch in run.planner.switches if switch.at_s > 1.5 * PLANNER.window_s] == []
 
 
 def test_every_request_is_measured_and_decisions_fall_on_windows() -> None:
-    run = Run(replace(scenario("2P2D", {WORKER: 6}), planner=LoopConfig(PLANNER, Mode.SHADOW)))
+    run = Run(replace(scenario("2P2D", {WORKER: 6}), arm=ours(LoopConfig(PLANNER, Mode.SHADOW))))
     run.until(2 * PLANNER.window_s)
     run.check_invariants()
     assert run.planner is not None

@@ -1,21 +1,30 @@
-"""One simulated run: a cluster, the agents that use it, and perhaps a planner.
+"""One simulated run: a cluster, an arm that routes and changes its split, the work that it gets, what goes wrong.
 
 The same scenario gives the same run in every process.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from evolving.core.planner import Split, SplitShape, assign
-from evolving.core.routing import RoutingConfig
-from evolving_sim.events import EventHeap
+from evolving.core.terms import Role
+from evolving_sim.arms.arm import Arm, Controller, Policies, PolicySetup
+from evolving_sim.arms.named import ARMS
+from evolving_sim.events import EventHeap, Priority
+from evolving_sim.faults import Fault, plan_faults
 from evolving_sim.node_config import NodeConfig
-from evolving_sim.planner_loop import LoopConfig, PlannerLoop
-from evolving_sim.population import Burst, Period, Population
+from evolving_sim.planner_loop import PlannerLoop
+from evolving_sim.population import WorkloadConfig
+from evolving_sim.ports import Workload
 from evolving_sim.results import Results, Summary
+from evolving_sim.role_changes import RoleChange
 from evolving_sim.sim_cluster import Listeners, SimCluster
+
+_LOOK_S = 1.0  # between looks at prefill nodes' waits
+_DEBUG_EVENTS = 100  # between checks of all invariants
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +33,11 @@ class Scenario:
 
     machine: NodeConfig  # every node is one
     shape: SplitShape  # to begin with
-    periods: Sequence[Period]
-    planner: LoopConfig | None = None  # None: the split stays
-    bursts: Sequence[Burst] = ()
+    workload: WorkloadConfig
+    arm: Arm = ARMS["ours-static"]
     seed: int = 1
+    faults: Sequence[Fault] = ()
+    debug: bool = False  # check invariants all the while: for small clusters
 
 
 @dataclass(slots=True)
@@ -37,32 +47,70 @@ class Run:
     scenario: Scenario
     events: EventHeap = field(init=False)
     cluster: SimCluster = field(init=False)
-    population: Population = field(init=False)
-    planner: PlannerLoop | None = field(init=False, default=None)
+    workload: Workload = field(init=False)
     results: Results = field(init=False, default_factory=Results)
 
     def __post_init__(self) -> None:
         scenario = self.scenario
         node_ids = [f"n{number:03}" for number in range(scenario.shape.total)]
         split = Split(1, assign(scenario.shape, {}, node_ids), "as the scenario says", "scenario", -1e9)
-        routing = RoutingConfig(fetch_bytes_per_s=scenario.machine.fetch_bytes_per_s)
         self.events = EventHeap()
-        self.cluster = SimCluster(self.events, dict.fromkeys(node_ids, scenario.machine), split, routing)
-        self.cluster.listeners.append(Listeners(done=self.results.add))
-        self.population = Population(self.events, self.cluster, scenario.periods, scenario.seed, scenario.bursts)
-        self.population.begin()
-        if scenario.planner is not None:
-            self.planner = PlannerLoop(self.events, self.cluster, scenario.planner)
-            self.planner.begin()
+        machines = dict.fromkeys(node_ids, scenario.machine)
+        self.cluster = SimCluster(self.events, machines, split, scenario.arm, scenario.seed)
+        self.cluster.listeners.append(Listeners(done=self.results.add, role_changed=self._role_changed))
+        self.workload = scenario.workload.workload(scenario.seed)
+        self.workload.begin(self.events, self.cluster)
+        if self.controller is not None:
+            self.controller.begin(self.events, self.cluster)
+        plan_faults(scenario.faults, self.events, self.cluster, self.planner.fail_over if self.planner else None)
+        self._look()
+        if scenario.debug:
+            self._check_after(_DEBUG_EVENTS)
+
+    @property
+    def controller(self) -> Controller | None:
+        """Who changes the split; None: it stays."""
+        return self.cluster.policies.controller
+
+    @property
+    def planner(self) -> PlannerLoop | None:
+        """Our planner, where it is the one."""
+        return self.controller if isinstance(self.controller, PlannerLoop) else None
 
     def until(self, end_s: float) -> None:
         """Go on to `end_s` of virtual time."""
         self.events.run_until(end_s)
 
+    def _look(self) -> None:
+        """Note how long prompts wait where they are computed, and how many of those nodes do nothing."""
+        nodes = self.cluster.candidates(Role.PREFILL)
+        if nodes:
+            idle = sum(node.idle for node in nodes)
+            self.results.sample_waits(self.events.now_s, [node.wait_s for node in nodes], idle)
+        self.events.after(_LOOK_S, Priority.REPORT, self._look)
+
+    def _role_changed(self, change: RoleChange) -> None:
+        """A switch is over when all the nodes it moved are."""
+        times = [each.took_s for each in self.cluster.changes.all if each.decided_s == change.decided_s]
+        if not any(math.isnan(took_s) for took_s in times):
+            self.results.switched(change.decided_s, max(times))
+
+    def _check_after(self, events: int) -> None:
+        left = events
+
+        def happened() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                left = events
+                self.check_invariants()
+
+        self.events.after_each = happened
+
     def check_invariants(self) -> None:
         """Assert what must hold between any two events."""
         self.cluster.check_invariants()
-        self.population.check_invariants()
+        self.workload.check_invariants()
         if self.planner is not None:
             self.planner.check_invariants()
 
@@ -74,9 +122,18 @@ def search(scenario: Scenario, from_s: float, to_s: float) -> dict[SplitShape, S
 
 def serve(scenario: Scenario, shape: SplitShape, from_s: float, to_s: float) -> Summary:
     """What a fixed split serves in [from_s, to_s)."""
-    run = Run(replace(scenario, shape=shape, planner=None))
+    run = Run(replace(scenario, shape=shape, arm=fixed(scenario.arm)))
     run.until(to_s)
     return run.results.between(from_s, to_s)
+
+
+def fixed(arm: Arm) -> Arm:
+    """An arm whose split stays."""
+
+    def policies(setup: PolicySetup) -> Policies:
+        return replace(arm.policies(setup), controller=None)
+
+    return replace(arm, policies=policies)
 
 
 def shapes(nodes: int) -> list[SplitShape]:

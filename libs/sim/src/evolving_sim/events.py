@@ -38,6 +38,7 @@ class EventHeap:
     """The clock of a simulation, and what will happen."""
 
     now_s: float = 0.0
+    after_each: Callable[[], None] | None = None  # called after each event
     _heap: list[tuple[float, int, int, Event]] = field(init=False, default_factory=list)
     _made: int = field(init=False, default=0)
 
@@ -63,6 +64,8 @@ class EventHeap:
                 self.now_s = at_s
                 happened += 1
                 action()
+                if self.after_each is not None:
+                    self.after_each()
         self.now_s = max(self.now_s, end_s)
         return happened
 

@@ -34,13 +34,19 @@ class NodeConfig:
     block_tokens: int = 64
     # Tokens of KV in device memory.
     l1_tokens: int = 5_000_000
+    # Tokens of KV in host memory, each once (§4.1: 20 million on a node of the paper).
+    l2_tokens: int = 20_000_000
+    # Longest context; as much device memory prompts and answers each leave to the other.
+    context_tokens_max: int = 400_000
     # Bytes of KV of one token, all layers.
     kv_bytes_per_token: float = 50e3
     # Bytes/s that reads from peers' host memory bring to one node.
     fetch_bytes_per_s: float = 1e11
+    # Bytes/s that peers can read from one node's host memory.
+    serve_bytes_per_s: float = 1e11
     # Seconds a fetch takes before its first byte.
     fetch_fixed_s: float = 0.001
-    # Bytes/s of one transfer from a prefill node's device memory to a decode node's.
+    # Bytes/s from one node's device memory to others', and as many into it.
     transfer_bytes_per_s: float = 2e11
     # Seconds a transfer takes before its first byte.
     transfer_fixed_s: float = 0.002
@@ -50,7 +56,8 @@ class NodeConfig:
         for name in ("tokens_per_request", "accepted_tokens", "chunk_tokens", "decode_slots", "block_tokens"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 1):
                 raise ValueError(f"{name} must be finite and at least 1, got {getattr(self, name)}")
-        for name in ("l1_tokens", "kv_bytes_per_token", "fetch_bytes_per_s", "transfer_bytes_per_s"):
+        bandwidths = ("fetch_bytes_per_s", "serve_bytes_per_s", "transfer_bytes_per_s")
+        for name in ("l1_tokens", "l2_tokens", "context_tokens_max", "kv_bytes_per_token", *bandwidths):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         for name in ("fetch_fixed_s", "transfer_fixed_s"):
@@ -66,6 +73,7 @@ class NodeConfig:
         """n_it = (t_out − 1)/t_acc, rounded up: prefill gives the first token."""
         return math.ceil((output_tokens - 1) / self.accepted_tokens)
 
-    def transfer_s(self, tokens: int) -> float:
-        """Seconds until so many tokens of KV are on the decode node."""
-        return self.transfer_fixed_s + tokens * self.kv_bytes_per_token / self.transfer_bytes_per_s
+    @property
+    def reserve_tokens(self) -> int:
+        """Device memory that prompts and answers each leave to the other: a context's worth, half of it at most."""
+        return min(self.context_tokens_max, self.l1_tokens // 2)

@@ -1,37 +1,55 @@
-"""A cluster in virtual time: requests are routed by the product's own rules, and go from node to node.
+"""A cluster in virtual time: requests are routed by an arm's policies and go from node to node.
 
-What a gateway knows of the nodes, it knows here at once and exactly. Transfers and fetches have a rate each and do not
-slow each other down, but for the fetches of one node, which take turns.
+The directory, the nodes' pools and what is reckoned of nodes are the product's own core. What a gateway knows of the
+nodes' queues it knows here at once and exactly; of what they hold it knows what the directory has heard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from evolving.core.candidates import NodeView
-from evolving.core.decode_routing import DecodeNode, choose_decode
+from evolving.core.config import EvictionPolicy, FetchRule
+from evolving.core.directory_types import Match
 from evolving.core.planner import Split, effective_roles
-from evolving.core.routing import Context, RoutingConfig, choose_prefill
+from evolving.core.pool_runs import Use
+from evolving.core.routing import RoutingConfig
 from evolving.core.slices import DecodeDone, PrefillDone
-from evolving.core.terms import Role
+from evolving.core.terms import Phase, Role
 from evolving.core.timemodel import PrefillSums
-from evolving.core.work import PrefillWork, sum_work
-from evolving_sim.events import EventHeap, Priority
+from evolving.core.work import PrefillWork
+from evolving_sim.arms.arm import Arm, FetchMode, Policies, PolicySetup
+from evolving_sim.events import EventHeap
+from evolving_sim.fetching import Fetching
+from evolving_sim.kv import NodeKv
 from evolving_sim.legs import DecodeLeg, PrefillLeg, Request
+from evolving_sim.links import Links
 from evolving_sim.node_config import NodeConfig
-from evolving_sim.node_kv import Branch, Depth, NodeKv
+from evolving_sim.produced import ProducedKv
+from evolving_sim.role_changes import RoleChange, RoleChanges
+from evolving_sim.sim_directory import SimDirectory
 from evolving_sim.sim_node import NodeCallbacks, SimNode
+from evolving_sim.views import NOTHING, Views
+
+EVENT_DELAY_S = 0.005
+"""Until the directory knows what a node holds, and the node how needed that is: each goes over a stream, which takes
+some milliseconds."""
+
+
+class TooLong(ValueError):
+    """A request that a node has not device memory enough for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Who hears of work that was done."""
+    """Who hears of what was done."""
 
     prefilled: Callable[[PrefillDone], None] = lambda _: None
     decoded: Callable[[DecodeDone], None] = lambda _: None
     done: Callable[[Request], None] = lambda _: None
+    role_changed: Callable[[RoleChange], None] = lambda _: None  # that is over
+    members_changed: Callable[[], None] = lambda: None  # a node went or came
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -41,232 +59,331 @@ class SimCluster:
     events: EventHeap
     configs: Mapping[str, NodeConfig]  # by node
     split: Split
-    routing: RoutingConfig
+    arm: Arm
+    seed: int = 1
+    event_delay_s: float = EVENT_DELAY_S
     listeners: list[Listeners] = field(default_factory=list)
     nodes: dict[str, SimNode] = field(init=False)
-    roles: dict[str, Role] = field(init=False)
-    open_requests: int = field(init=False, default=0)  # accepted and unfinished, wherever they are
-    _open_s: float = field(init=False, default=0.0)  # its integral over time
+    roles: dict[str, Role] = field(init=False)  # in effect, of live nodes
+    routing: RoutingConfig = field(init=False)
+    policies: Policies = field(init=False)
+    directory: SimDirectory = field(init=False)
+    changes: RoleChanges = field(init=False)
+    produced: ProducedKv = field(init=False, default_factory=ProducedKv)
+    requests: dict[str, Request] = field(init=False, default_factory=dict)  # accepted and unfinished, in order
+    _open_s: float = field(init=False, default=0.0)  # their number's integral over time
     _open_until_s: float = field(init=False, default=0.0)
-    _decodes: dict[str, DecodeLeg] = field(init=False, default_factory=dict)  # by request, from their choice on
-    _prefills: dict[str, PrefillLeg] = field(init=False, default_factory=dict)  # by request, until the first token
-    _reads_free_s: dict[str, float] = field(init=False)  # when a node's fetches asked for so far are over
-    _recalled: int = field(init=False, default=0)  # branches
+    prefills: dict[str, PrefillLeg] = field(init=False, default_factory=dict)  # by request, until its KV is sent on
+    decodes: dict[str, DecodeLeg] = field(init=False, default_factory=dict)  # by request, from their choice on
+    _sent: dict[str, int] = field(init=False, default_factory=dict)  # by prefill node, of open requests
+    reads: Links = field(init=False)  # of peers' host memory
+    transfers: Links = field(init=False)  # from device memory to device memory
+    fetching: Fetching = field(init=False)
+    views: Views = field(init=False)
+    _recalled: int = field(init=False, default=0)  # contexts
+    _numbered: int = field(init=False, default=0)  # prefill legs
 
     def __post_init__(self) -> None:
-        self.nodes = {node_id: self._node(node_id, config) for node_id, config in sorted(self.configs.items())}
+        configs = dict(sorted(self.configs.items()))
+        first = next(iter(configs.values()))
+        pool = self.arm.fetch is not FetchMode.NONE
+        rule = FetchRule.SOONER if pool else FetchRule.NEVER
+        routing = RoutingConfig(
+            fetch_bytes_per_s=first.fetch_bytes_per_s, fetch_fixed_s=first.fetch_fixed_s, fetch=rule
+        )
+        self.routing = routing
+        self.policies = self.arm.policies(PolicySetup(routing, self.seed))
+        counts = self.arm.eviction is EvictionPolicy.AGENT
+        self.directory = SimDirectory(self.events, self.event_delay_s, counts=counts)
+        self.reads = Links(
+            self.events,
+            {node_id: config.serve_bytes_per_s for node_id, config in configs.items()},
+            {node_id: config.fetch_bytes_per_s for node_id, config in configs.items()},
+            {node_id: config.fetch_fixed_s for node_id, config in configs.items()},
+        )
+        rates = {node_id: config.transfer_bytes_per_s for node_id, config in configs.items()}
+        fixed_s = {node_id: config.transfer_fixed_s for node_id, config in configs.items()}
+        self.transfers = Links(self.events, rates, rates, fixed_s)
+        self.nodes = {node_id: self.make_node(node_id) for node_id in configs}
+        for node_id, node in self.nodes.items():
+            self.directory.node_up(node_id, node.kv)
         self.roles = effective_roles(self.split, self.nodes)
-        self._reads_free_s = dict.fromkeys(self.nodes, 0.0)
+        self.changes = RoleChanges(self)
+        self.fetching = Fetching(self.nodes, self.reads)
+        self.views = Views(self.nodes, self.reads, pool, self._sent)
 
-    def _node(self, node_id: str, config: NodeConfig) -> SimNode:
+    def make_node(self, node_id: str) -> SimNode:
+        """A node whose engine is empty."""
+        config = self.configs[node_id]
         callbacks = NodeCallbacks(
-            taken=partial(self._taken, node_id),
+            fetch=self._fetch,
+            taken=self._taken,
             prefilled=self._prefilled,
             granted=self._move,
             decoded=self._decoded,
+            begun=lambda _: self.changes.begun(node_id),
         )
-        return SimNode(node_id, config, self.events, callbacks, NodeKv(config.l1_tokens // config.block_tokens))
+        kv = NodeKv(config, self.arm.eviction, self.arm.host_copies, partial(self.directory.changed, node_id))
+        at_start = self.arm.fetch is FetchMode.AT_START
+        return SimNode(node_id, config, self.events, callbacks, kv, at_start)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a block of KV."""
+        return next(iter(self.configs.values())).block_tokens
+
+    @property
+    def open_requests(self) -> int:
+        """Accepted and unfinished, wherever they are."""
+        return len(self.requests)
 
     # -- what happens to it
 
     def submit(self, request: Request) -> None:
-        """A request comes."""
-        self._count_open(1)
-        self._route(request)
+        """A request comes. Raises TooLong."""
+        config = next(iter(self.configs.values()))
+        tokens, most = request.prompt_tokens + request.output_tokens, config.l1_tokens - config.reserve_tokens
+        if tokens > most:
+            raise TooLong(
+                f"{request.request_id} has {tokens} tokens of context, and a node room for {most}: "
+                "give nodes more l1_tokens, or cut the workload"
+            )
+        self._count_open()
+        self.requests[request.request_id] = request
+        reusable = (request.prompt_tokens - 1) // config.block_tokens
+        request.ideal_tokens = self.produced.known_blocks(request.names, reusable) * config.block_tokens
+        self._route(request, self.directory.begin(request, config.block_tokens))
 
     def change(self, split: Split) -> None:
         """Another split is in force: what waits goes elsewhere, what runs finishes where it is (DESIGN §8)."""
-        before, self.split, self.roles = self.roles, split, effective_roles(split, self.nodes)
-        changed = [node for node_id, node in self.nodes.items() if self.roles[node_id] is not before[node_id]]
-        for leg in [leg for node in changed for leg in node.give_up_queue()]:
-            del self._prefills[leg.request.request_id]
-            self._route(leg.request)
-        for decode in [leg for node in changed for leg in node.give_up_waiting()]:
-            self._choose_decode(decode)
+        self.changes.carry_out(split)
 
-    def recall(self, branch: Branch, tokens: int) -> None:
-        """The first `tokens` of a branch were computed before the run: a node, each in its turn, has them in L2."""
-        node = list(self.nodes.values())[self._recalled % len(self.nodes)]
+    def recall(self, names: Sequence[bytes], blocks: int) -> None:
+        """The first `blocks` of a context were computed before the run: a node, each in its turn, has them in L2.
+
+        One that prefills, where there is no pool: no other could use them.
+        """
+        nodes = self.candidates(Role.PREFILL) if self.arm.fetch is FetchMode.NONE else list(self.nodes.values())
+        node = nodes[self._recalled % len(nodes)]
         self._recalled += 1
-        node.kv.fetch(branch, tokens // node.config.block_tokens)
+        node.kv.pool.store(names, 0, blocks)
+        self.produced.add(names, blocks)
+        self.directory.catch_up(node.node_id)
 
-    def rewrite(self, branch: Branch, kept_tokens: int) -> None:
-        """A branch's context is another after its first `kept_tokens`."""
-        for node in self.nodes.values():
-            node.kv.rewrite(branch, kept_tokens // node.config.block_tokens)
-
-    def end_branch(self, branch: Branch) -> None:
-        """A branch ended: nobody asks for its KV again."""
-        for node in self.nodes.values():
-            node.kv.drop(branch)
+    def end_branch(self, branch_id: str) -> None:
+        """A branch ended: nobody asks for its context again."""
+        self.directory.end(branch_id)
 
     def open_request_s(self) -> float:
         """Open requests, summed over time so far: request-seconds."""
-        self._count_open(0)
+        self._count_open()
         return self._open_s
 
     def oldest_open_s(self) -> float:
         """How long the request has been open that has been longest, seconds; 0: none is open."""
-        requests = [leg.request for leg in self._prefills.values()] + [leg.request for leg in self._decodes.values()]
-        return max((self.events.now_s - request.sent_s for request in requests), default=0.0)
+        oldest = next(iter(self.requests.values()), None)
+        return self.events.now_s - oldest.sent_s if oldest is not None else 0.0
 
-    def _count_open(self, change: int) -> None:
-        self._open_s += self.open_requests * (self.events.now_s - self._open_until_s)
+    def _count_open(self) -> None:
+        self._open_s += len(self.requests) * (self.events.now_s - self._open_until_s)
         self._open_until_s = self.events.now_s
-        self.open_requests += change
 
     # -- prefill
 
-    def _route(self, request: Request) -> None:
-        size = next(iter(self.configs.values())).block_tokens
-        reusable = (request.prompt_tokens - 1) // size
-        depths = {node_id: node.kv.depth(request.branch, reusable) for node_id, node in self.nodes.items()}
-        pool_blocks = max(each.any_blocks for each in depths.values())
-        context = Context(
-            request.request_id, request.prompt_tokens, size, pool_blocks, output_tokens_max=request.output_tokens
+    def candidates(self, phase: Role) -> list[SimNode]:
+        """The nodes that serve a phase, or, where there is none, those that serve the other one; by id."""
+        roles, nodes = self.roles, self.nodes
+        serving = [nodes[node_id] for node_id, role in roles.items() if role is phase or role is Role.MIXED]
+        if serving:
+            return serving
+        lent = [nodes[node_id] for node_id, role in roles.items() if role is not Role.DRAINING]
+        return lent or [nodes[node_id] for node_id in roles]
+
+    def _route(self, request: Request, match: Match) -> None:
+        runs = self.views.readable(match)
+        asked = self.views.asked(request, match, runs, self.block_tokens)
+        views = self.views.prefill_nodes(match, runs, self.candidates(Role.PREFILL), self.roles)
+        choice = self.policies.prefill.choose(asked, views, self.events.now_s)
+        node = self.nodes[choice.node_id]
+        size, tokens, depth = self.block_tokens, request.context_tokens, match.nodes.get(node.node_id, NOTHING)
+        reusable = (tokens - 1) // size
+        sent = _work(tokens, (depth.either_blocks + choice.fetched_blocks) * size, depth.l1_blocks * size)
+        held = until = node.kv.pool.held(request.names, reusable)
+        hints = ()
+        if runs and (choice.fetched_blocks or held < depth.either_blocks):
+            end_block = depth.either_blocks + choice.fetched_blocks
+            hints = self.views.hints(runs, node.node_id, depth.either_blocks, end_block)
+            for hint in hints:
+                if hint.first_block <= until:
+                    until = max(until, min(hint.first_block + hint.blocks, reusable))
+        reckoned = _work(tokens, until * size, depth.l1_blocks * size)
+        self._numbered += 1
+        leg = PrefillLeg(
+            request,
+            self._numbered,
+            node.node_id,
+            tokens,
+            match,
+            runs,
+            node.kv.leg(request.names, Use.PREFILL),
+            reckoned.cached_tokens,
+            reckoned.restored_tokens,
+            hints,
+            until,
+            fetch_over=until == held,
+            fetch_from_blocks=held,
+            coming_tokens=(until - held) * size,
         )
-        views = [
-            self._view(node, depths[node.node_id], pool_blocks, node.wait_s) for node in self._candidates(Role.PREFILL)
-        ]
-        chosen = choose_prefill(context, views, self.routing).chosen
-        assert chosen is not None, "every node lives"
-        assert chosen.work is not None
-        until = depths[chosen.node_id].any_blocks + chosen.fetched_blocks
-        work = chosen.work
-        leg = PrefillLeg(request, until, chosen.fetched_blocks == 0, work.cached_tokens, work.restored_tokens)
-        self._prefills[request.request_id] = leg
-        self.nodes[chosen.node_id].enqueue(leg)
-        if chosen.fetched_blocks:
-            self._fetch(self.nodes[chosen.node_id], leg, chosen.fetched_blocks * size)
+        request.prefill_node = node.node_id
+        self._sent[node.node_id] = self._sent.get(node.node_id, 0) + 1
+        self.prefills[request.request_id] = leg
+        node.enqueue(leg, sent)
+        if not leg.fetch_over and self.arm.fetch is FetchMode.ASYNC:
+            self.fetching.begin(leg)
 
-    def _fetch(self, node: SimNode, leg: PrefillLeg, tokens: int) -> None:
-        """Peers' KV comes while the leg waits, after what the node reads for others."""
-        begins_s = max(self.events.now_s, self._reads_free_s[node.node_id])
-        free_s = self._reads_free_s[node.node_id] = begins_s + tokens / node.config.fetch_tokens_per_s
+    def _fetch(self, leg: PrefillLeg) -> None:
+        self.fetching.begin(leg)
 
-        def over() -> None:
-            if leg in node.queue:  # else it was sent elsewhere
-                node.fetched(leg)
+    def reroute(self, leg: PrefillLeg) -> None:
+        """A prompt that waits goes to the queue of whichever node is best now."""
+        self.withdraw(leg)
+        self.route_again(leg.request)
 
-        self.events.at(free_s + node.config.fetch_fixed_s, Priority.ARRIVAL, over)
+    def withdraw(self, leg: PrefillLeg) -> None:
+        """A prompt leaves its node, in whatever stage it is."""
+        self.fetching.stop(leg)
+        del self.prefills[leg.request.request_id]
+        if not leg.gone:
+            self.nodes[leg.node_id].drop(leg)
+        self.changes.check(leg.node_id)
 
-    def _candidates(self, phase: Role) -> list[SimNode]:
-        """The nodes that routing would not turn down for their role."""
-        serving = [node for node in self.nodes.values() if self.roles[node.node_id] in (phase, Role.MIXED)]
-        return serving or list(self.nodes.values())
+    def route_again(self, request: Request) -> None:
+        """A request that lost its prefill node, or left it, is sent anew."""
+        self._sent[request.prefill_node] -= 1
+        self._route(request, self.directory.rematch(request, self.block_tokens))
 
-    def _view(self, node: SimNode, depth: Depth, pool_blocks: int, wait_s: float) -> NodeView:
-        config = node.config
-        backlog_s = max(0.0, self._reads_free_s[node.node_id] - self.events.now_s)
-        return NodeView(
-            node_id=node.node_id,
-            role=self.roles[node.node_id],
-            ready=True,
-            wait_s=wait_s,
-            new_tokens_per_iteration=node.new_tokens_per_iteration,
-            coefficients=config.prefill,
-            kv_bytes_per_token=config.kv_bytes_per_token,
-            l1_blocks=depth.l1_blocks,
-            any_blocks=depth.any_blocks,
-            fetchable_blocks=pool_blocks - depth.any_blocks,
-            fetch_tokens_per_s=config.fetch_tokens_per_s,
-            fetch_backlog_tokens=round(backlog_s * config.fetch_tokens_per_s),
-        )
-
-    def _taken(self, node_id: str, leg: PrefillLeg) -> None:
+    def _taken(self, leg: PrefillLeg) -> None:
         """A prompt left the queue: its decode node is chosen now (DESIGN §6)."""
-        request, config = leg.request, self.configs[node_id]
-        iterations = config.decode_iterations(request.output_tokens)
-        if iterations == 0:
-            return
-        context = request.prompt_tokens + 1
-        decode = DecodeLeg(request, node_id, "", iterations, iterations, config.accepted_tokens, context)
-        self._decodes[request.request_id] = decode
-        self._choose_decode(decode)
+        request, size = leg.request, self.block_tokens
+        request.taken_s = self.events.now_s
+        request.cached_tokens = min(leg.cached_tokens, request.prompt_tokens)
+        request.fetched_tokens = min(leg.fetched_blocks * size, request.cached_tokens)
+        config = self.configs[leg.node_id]
+        iterations = config.decode_iterations(request.output_tokens - request.generated_tokens)
+        if iterations:
+            decode = DecodeLeg(request, leg, iterations, config.accepted_tokens)
+            self.decodes[request.request_id] = decode
+            self.choose_decode(decode)
 
     def _prefilled(self, leg: PrefillLeg) -> None:
         request = leg.request
-        del self._prefills[request.request_id]
-        request.first_token_s = self.events.now_s
-        work = PrefillWork(leg.uncached_tokens, leg.cached_tokens, leg.restored_tokens)
-        self._tell_prefilled(request, sum_work((work,)))
-        decode = self._decodes.get(request.request_id)
+        leg.prefilled = True
+        if request.generated_tokens == 0:
+            request.first_token_s = self.events.now_s
+        work = PrefillSums(leg.uncached_tokens, leg.query_key_pairs, leg.restored_tokens, leg.cached_tokens)
+        for listener in self.listeners:
+            listener.prefilled(PrefillDone(request.request_id, work))
+        blocks = request.prompt_tokens // self.block_tokens
+        self.directory.landed(request, Phase.PREFILL, leg.node_id, blocks)
+        decode = self.decodes.get(request.request_id)
         if decode is None:
-            self._tell_done(request, DecodeDone(request.request_id, 0))
-            return
-        decode.prefilled = True
-        if decode.granted:
+            self.directory.request_done(request, leg.node_id)
+            self._release(leg)
+            self._finish(request, DecodeDone(request.request_id, 0))
+        elif decode.granted:
             self._move(decode)
+
+    def _release(self, leg: PrefillLeg) -> None:
+        """A prompt's KV is where it is needed."""
+        del self.prefills[leg.request.request_id]
+        self.nodes[leg.node_id].drop(leg)
+        self.changes.check(leg.node_id)
 
     # -- decode
 
-    def _choose_decode(self, leg: DecodeLeg) -> None:
-        request = leg.request
-        size = self.configs[leg.source].block_tokens
-        context = Context(request.request_id, request.prompt_tokens, size, output_tokens_max=request.output_tokens)
-        nodes = [self._decode_node(node, leg, request.prompt_tokens // size) for node in self._candidates(Role.DECODE)]
-        chosen = choose_decode(context, nodes, self.routing).chosen
-        assert chosen is not None, "every node lives"
-        leg.node_id = chosen.node_id
-        self.nodes[chosen.node_id].reserve(leg)
+    def choose_decode(self, leg: DecodeLeg) -> None:
+        """Find the node that decodes, and ask it for room."""
+        request, prefill = leg.request, leg.prefill
+        asked = self.views.asked(request, prefill.match, prefill.runs, self.block_tokens)
+        views = self.views.decode_nodes(prefill, self.candidates(Role.DECODE), self.roles)
+        node = self.nodes[self.policies.decode.choose(asked, views, self.events.now_s)]
+        leg.node_id = request.decode_node = node.node_id
+        leg.kv = node.kv.leg(request.names, Use.DECODE)
+        lacking = asked.context.lacking_tokens(prefill.match.nodes.get(node.node_id, NOTHING).either_blocks)
+        leg.stored_tokens = 0 if node.node_id == prefill.node_id else lacking
+        node.reserve(leg)
 
-    def _decode_node(self, node: SimNode, leg: DecodeLeg, blocks: int) -> DecodeNode:
-        depth = node.kv.depth(leg.request.branch, blocks)
-        return DecodeNode(
-            node=self._view(node, depth, depth.any_blocks, wait_s=0.0),
-            slots_free=node.slots_free,
-            decoding=node.decoding,
-            context_tokens=node.context_tokens,
-            memory_tokens=node.room_tokens,
-            coefficients=node.config.decode,
-            prefilled_here=node.node_id == leg.source,
-        )
+    def move_answer(self, leg: DecodeLeg) -> None:
+        """An answer that waits for room does so elsewhere, or chooses again."""
+        self.nodes[leg.node_id].drop_decode(leg)
+        leg.gone = False
+        self.choose_decode(leg)
 
     def _move(self, leg: DecodeLeg) -> None:
         """Send what the decode node lacks, once it has a slot and the prompt is computed."""
         if not leg.prefilled:
             return
-        node = self.nodes[leg.node_id]
-        if leg.node_id == leg.source:
-            node.join(leg)
+        if leg.node_id == leg.prefill.node_id:
+            self._arrived(leg)
             return
-        request, size = leg.request, node.config.block_tokens
-        lacking = request.prompt_tokens - node.kv.depth(request.branch, request.prompt_tokens // size).l1_blocks * size
+        config = self.configs[leg.node_id]
+        lacking = leg.prefill.context_tokens - leg.kv.blocks * config.block_tokens
+        size_bytes = lacking * config.kv_bytes_per_token
+        self.transfers.send(leg.prefill.node_id, leg.node_id, size_bytes, partial(self._arrived, leg))
 
-        def arrived() -> None:
-            node.kv.store(request.branch, request.prompt_tokens // size)
-            node.join(leg)
-
-        self.events.after(node.config.transfer_s(lacking), Priority.ARRIVAL, arrived)
+    def _arrived(self, leg: DecodeLeg) -> None:
+        """A prompt's KV is on its decode node."""
+        if leg.gone:
+            return
+        request, size = leg.request, self.block_tokens
+        self.nodes[leg.node_id].join(leg)
+        blocks = request.prompt_tokens // size
+        self.directory.landed(request, Phase.DECODE, leg.node_id, blocks)
+        self.directory.output(request, leg.node_id, blocks, leg.prefill.context_tokens // size)
+        self._release(leg.prefill)
 
     def _decoded(self, leg: DecodeLeg) -> None:
-        request, node = leg.request, self.nodes[leg.node_id]
+        request, size = leg.request, self.block_tokens
+        del self.decodes[request.request_id]
         # The last token has no KV yet.
-        node.kv.store(request.branch, (request.prompt_tokens + request.output_tokens - 1) // node.config.block_tokens)
-        del self._decodes[request.request_id]
-        done = DecodeDone(request.request_id, leg.iterations, leg.context_sum / leg.iterations)
-        self._tell_done(request, done)
+        blocks = (request.prompt_tokens + request.output_tokens - 1) // size
+        self.directory.output(request, leg.node_id, leg.prefill.context_tokens // size, blocks)
+        self.directory.request_done(request, leg.node_id)
+        self.changes.check(leg.node_id)
+        self._finish(request, DecodeDone(request.request_id, leg.iterations, leg.mean_context_tokens))
 
-    def _tell_prefilled(self, request: Request, work: PrefillSums) -> None:
-        for listener in self.listeners:
-            listener.prefilled(PrefillDone(request.request_id, work))
-
-    def _tell_done(self, request: Request, decode: DecodeDone) -> None:
+    def _finish(self, request: Request, decode: DecodeDone) -> None:
+        self._count_open()
+        del self.requests[request.request_id]
+        self._sent[request.prefill_node] -= 1
         request.done_s = self.events.now_s
-        self._count_open(-1)
+        self.produced.add(request.names, (request.prompt_tokens + request.output_tokens - 1) // self.block_tokens)
         for listener in self.listeners:
             listener.decoded(decode)
             listener.done(request)
         request.on_done()
 
     def check_invariants(self) -> None:
-        """Assert that every open request is in one place, and what nodes assert of themselves."""
+        """Assert that every open request is in one place, and what the parts assert of themselves."""
         self.events.check_invariants()
+        self.directory.check_invariants()
+        self.reads.check_invariants()
+        self.transfers.check_invariants()
         for node in self.nodes.values():
             node.check_invariants()
-        prefilling = [leg for node in self.nodes.values() for leg in (*node.queue, *node.running)]
-        assert {id(leg) for leg in prefilling} == {id(leg) for leg in self._prefills.values()}
-        decoding = sum(node.decoding + len(node.waiting) for node in self.nodes.values())
-        assert decoding == len(self._decodes)
-        past_prefill = sum(leg.prefilled for leg in self._decodes.values())
-        assert self.open_requests == len(prefilling) + past_prefill
+        prompts = [leg for node in self.nodes.values() for leg in (*node.queue, *node.running, *node.holding)]
+        assert {id(leg) for leg in prompts} == {id(leg) for leg in self.prefills.values()}
+        assert len(prompts) == len(self.prefills)
+        answers = [leg for node in self.nodes.values() for leg in node.decode_legs()]
+        assert {id(leg) for leg in answers} == {id(leg) for leg in self.decodes.values()}
+        assert len(answers) == len(self.decodes)
+        assert self.requests.keys() == self.prefills.keys() | self.decodes.keys()
+        assert sum(self._sent.values()) == len(self.requests)
+        live = [node_id for node_id, node in self.nodes.items() if node.alive]
+        assert list(self.roles) == live
+
+
+def _work(tokens: int, cached_tokens: int, in_l1_tokens: int) -> PrefillWork:
+    """Of a prompt; its last token is always computed."""
+    cached = min(cached_tokens, tokens - 1)
+    return PrefillWork(tokens - cached, cached, cached - min(in_l1_tokens, cached))

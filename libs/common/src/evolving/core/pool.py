@@ -12,24 +12,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from evolving.core.blocks import split_names
 from evolving.core.config import EvictionPolicy
 from evolving.core.eviction import EvictionOrder
-from evolving.core.pool_events import PoolEvent, PoolEvents
+from evolving.core.pool_events import PoolEvent, PoolEvents, PoolLog
 from evolving.core.pool_runs import Leaving, Run, RunTree, Use
-from evolving.core.terms import Tier
+from evolving.core.terms import NAME_BYTES, Tier
 
 _BOTH = Tier.L1 | Tier.L2
 
 
 class NodePool:
-    """Blocks by name. Costs go with the runs and the new blocks an operation concerns."""
+    """Blocks by name. Costs go with the runs and the new blocks an operation concerns. `log` hears of each change as it
+    happens, instead of `take_events`."""
 
-    def __init__(self, l1_blocks: int, l2_blocks: int, policy: EvictionPolicy = EvictionPolicy.AGENT) -> None:
+    def __init__(
+        self,
+        l1_blocks: int,
+        l2_blocks: int,
+        policy: EvictionPolicy = EvictionPolicy.AGENT,
+        log: PoolLog | None = None,
+    ) -> None:
         self._capacity = {Tier.L1: l1_blocks, Tier.L2: l2_blocks}
         self._tree = RunTree(self._offer)
         self._order = EvictionOrder(policy, self._tree.runs)
-        self._needs: dict[bytes, int] = {}  # nonzero ones, of blocks that are not here as well
+        self._absent: dict[bytes, int] = {}  # nonzero needs of blocks that are not here; of others, runs say it
         self._events = PoolEvents()
+        self._log = log or self._events
         self._operation = 0
         self._blocks = {Tier.L1: 0, Tier.L2: 0}
         self._own = [0, 0]  # L1 room of legs that is no block yet, by Use
@@ -99,16 +108,20 @@ class NodePool:
 
     def needs(self) -> dict[bytes, int]:
         """Nonzero needs of held blocks."""
-        return {name: need for name, need in self._needs.items() if name in self._tree}
+        return {name: run.need for run in self._tree.runs if run.need for name in run.names}
 
     def snapshot(self) -> list[PoolEvent]:
         """All that is held, as events from nothing, parents before children."""
         held = PoolEvents()
+        self.tell(held)
+        return held.take()
+
+    def tell(self, log: PoolLog) -> None:
+        """Tell a log of all that is held as if it came now, parents before children."""
         for tier in Tier:
             for run in self._tree.parents_first():
                 if run.tiers & tier:
-                    held.stored(tier, _parent_name(run), run.names)
-        return held.take()
+                    log.stored(tier, run)
 
     def take_events(self) -> list[PoolEvent]:
         """Changes since the last call, in order."""
@@ -184,26 +197,49 @@ class NodePool:
 
     def set_needs(self, needs: Mapping[bytes, int]) -> None:
         """Say how much blocks are needed; 0 forgets one. Of a block that isn't here it waits for it."""
-        changed: dict[Run, None] = {}
-        for name, need in needs.items():
-            if need > 0:
-                self._needs[name] = need
-            else:
-                self._needs.pop(name, None)
-            run = self._tree.get(name)
-            if run is not None and run.need != need:
-                changed[run] = None
-        ends = [run.names[-1] for run in changed]
+        names = list(needs)
         renewed: list[Run] = []
-        for run in changed:
-            self._renew(run, renewed)
-        self._offer_all(renewed)
-        for name in ends:
-            self._tree.merge_path(self._tree.get(name))
+        at = 0
+        while at < len(names):
+            need, run = needs[names[at]], self._tree.get(names[at])
+            if run is None:
+                self._await(names[at : at + 1], need)
+                at += 1
+                continue
+            first = last = _position(run, names[at], 1)
+            while at < len(names) and last < run.size and names[at] == run.names[last] and needs[names[at]] == need:
+                at += 1
+                last += 1
+            self._need(run, first, last, need, renewed)
+        self._renewed(renewed)
+
+    def set_need(self, names: bytes, need: int) -> None:
+        """The same of consecutive blocks of one context, which need it alike: names joined. Costs the runs."""
+        blocks, at = len(names) // NAME_BYTES, 0
+        renewed: list[Run] = []
+        while at < blocks:
+            name = names[at * NAME_BYTES : (at + 1) * NAME_BYTES]
+            run = self._tree.get(name)
+            if run is None:  # nor is anything below it
+                self._await(split_names(names[at * NAME_BYTES :]), need)
+                break
+            first = _position(run, name, blocks - at)
+            size = min(blocks - at, run.size - first)
+            if not names.startswith(run.names[first + size - 1], (at + size - 1) * NAME_BYTES):
+                own = b"".join(run.names[first : first + size])
+                size = next(
+                    n
+                    for n in range(size)
+                    if not names.startswith(own[n * NAME_BYTES :][:NAME_BYTES], (at + n) * NAME_BYTES)
+                )
+            self._need(run, first, first + size, need, renewed)
+            at += size
+        self._renewed(renewed)
 
     def forget_needs(self) -> None:
         """All needs are zero, as of blocks that never come."""
-        self.set_needs(dict.fromkeys(list(self._needs), 0))
+        self._absent.clear()
+        self.set_needs(dict.fromkeys(self.needs(), 0))
 
     # -- losing blocks
 
@@ -244,7 +280,7 @@ class NodePool:
     def lose(self, tier: Tier) -> None:
         """A tier is gone, as its process is. No leg may use anything."""
         assert not any(self._used_by)
-        self._events.cleared(tier)
+        self._log.cleared(tier)
         for run in reversed(list(self._tree.parents_first())):
             if run.tiers & tier:
                 self._leave(run, tier, announce=False)
@@ -301,10 +337,8 @@ class NodePool:
             self._enter(run, tier)
             if above is not None and len(above.children) == 2:
                 self._offer_all(above.children)
-            if not self._needs.keys().isdisjoint(new):
-                renewed: list[Run] = []
-                self._renew(run, renewed)
-                self._offer_all(renewed)
+            if self._absent and not self._absent.keys().isdisjoint(new):
+                self._offer_all(self._meet(run))
 
     def _enter(self, run: Run, tier: Tier) -> None:
         run.tiers |= tier
@@ -315,7 +349,7 @@ class NodePool:
             self._unused_l1 += run.size
         elif run.need == 0:
             self._zero_l2 += run.size
-        self._events.stored(tier, _parent_name(run), run.names)
+        self._log.stored(tier, run)
         self._offer(run)
 
     def _leave(self, run: Run, tier: Tier, *, announce: bool = True) -> None:
@@ -327,9 +361,11 @@ class NodePool:
         elif run.need == 0:
             self._zero_l2 -= run.size
         if announce:
-            self._events.removed(tier, run.names)
+            self._log.removed(tier, run)
         parent, effective = run.parent, run.effective
         if not run.tiers:
+            if run.need:
+                self._await(run.names, run.need)
             self._tree.remove(run)
             if parent is not None and len(parent.children) == 1:
                 self._offer_all(parent.children)
@@ -366,9 +402,36 @@ class NodePool:
         for run in shortened:
             self._tree.merge_around(run)
 
-    def _renew(self, run: Run, renewed: list[Run]) -> None:
-        """Bring a run's blocks to their needs, cutting it where these differ; adds the parts to `renewed`."""
-        needs = [self._needs.get(name, 0) for name in run.names]
+    def _await(self, names: Sequence[bytes], need: int) -> None:
+        """A need of blocks that are not here."""
+        if need > 0:
+            self._absent.update(dict.fromkeys(names, need))
+        elif self._absent:
+            for name in names:
+                self._absent.pop(name, None)
+
+    def _need(self, run: Run, first: int, last: int, need: int, renewed: list[Run]) -> None:
+        """Blocks [first, last) of a run have a need; adds them to `renewed` where they had another."""
+        if run.need == need:
+            return
+        if first > 0:
+            run = self._tree.split(run, first)[1]
+        if last - first < run.size:
+            run = self._tree.split(run, last - first)[0]
+        self._set_need(run, need)
+        renewed.append(run)
+
+    def _renewed(self, runs: Sequence[Run]) -> None:
+        """The needs of runs, in the order of their blocks, changed."""
+        self._offer_all(runs)
+        for run, after in zip(runs, (*runs[1:], None), strict=False):
+            if after is None or after.parent is not run:  # the path from its end takes in those before
+                self._tree.merge_path(run)
+
+    def _meet(self, run: Run) -> list[Run]:
+        """Give a run that came the needs that waited for its blocks, cutting it where these differ; its parts."""
+        needs = [self._absent.pop(name, 0) for name in run.names]
+        parts: list[Run] = []
         at: Run | None = run
         end = len(needs)
         while at is not None:  # from the end on, so that what is left stays one run
@@ -379,8 +442,9 @@ class NodePool:
             if first > 0:
                 before, at = self._tree.split(at, first)
             self._set_need(at, needs[end - 1])
-            renewed.append(at)
+            parts.append(at)
             at, end = before, first
+        return parts
 
     def _set_need(self, run: Run, need: int) -> None:
         if run.tiers & Tier.L2:
@@ -420,8 +484,15 @@ class NodePool:
         for run in runs:
             assert run.tiers & Tier.L1 or not run.used_in_l1
             assert run.tiers & Tier.L2 or not run.locks[Use.QUEUED]
-            assert all(self._needs.get(name, 0) == run.need for name in run.names)
+            assert self._absent.keys().isdisjoint(run.names)
+        assert all(need > 0 for need in self._absent.values())
 
 
-def _parent_name(run: Run) -> bytes | None:
-    return run.parent.names[-1] if run.parent is not None else None
+def _position(run: Run, name: bytes, blocks: int) -> int:
+    """Where a block is in its run; first or before the last `blocks` as a rule."""
+    names = run.names
+    if names[0] == name:
+        return 0
+    if blocks <= len(names) and names[-blocks] == name:
+        return len(names) - blocks
+    return names.index(name)

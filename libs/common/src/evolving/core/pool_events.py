@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from evolving.core.pool_runs import Run
 from evolving.core.terms import Tier
+
+
+class PoolLog(Protocol):
+    """Who hears of changes as they happen. A run is as it is at that moment, and changes afterwards."""
+
+    def stored(self, tier: Tier, run: Run) -> None:
+        """A run came into a tier."""
+
+    def removed(self, tier: Tier, run: Run) -> None:
+        """A run leaves a tier; what stands above it is still there."""
+
+    def cleared(self, tier: Tier) -> None:
+        """A tier is lost."""
 
 
 @dataclass(slots=True)
@@ -41,21 +55,22 @@ class PoolEvents:
     def __init__(self) -> None:
         self._events: list[PoolEvent] = []
 
-    def stored(self, tier: Tier, parent: bytes | None, names: Sequence[bytes]) -> None:
+    def stored(self, tier: Tier, run: Run) -> None:
         """Blocks came."""
+        parent = run.parent.names[-1] if run.parent is not None else None
         last = self._events[-1] if self._events else None
         if isinstance(last, BlocksStored) and last.tier is tier and last.names[-1] == parent:
-            last.names.extend(names)
+            last.names.extend(run.names)
         else:
-            self._events.append(BlocksStored(tier, parent, list(names)))
+            self._events.append(BlocksStored(tier, parent, list(run.names)))
 
-    def removed(self, tier: Tier, names: Sequence[bytes]) -> None:
+    def removed(self, tier: Tier, run: Run) -> None:
         """Blocks went."""
         last = self._events[-1] if self._events else None
         if isinstance(last, BlocksRemoved) and last.tier is tier:
-            last.names.extend(names)
+            last.names.extend(run.names)
         else:
-            self._events.append(BlocksRemoved(tier, list(names)))
+            self._events.append(BlocksRemoved(tier, list(run.names)))
 
     def cleared(self, tier: Tier) -> None:
         """A tier is lost."""

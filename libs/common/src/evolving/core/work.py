@@ -7,7 +7,7 @@ functions are pure.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from evolving.core.timemodel import PrefillCoefficients, PrefillSums
 
@@ -86,13 +86,32 @@ def node_wait_s(
     one; an iteration of it goes with each prefill iteration.
     """
     running, queued = tuple(running), tuple(queued)
-    if not running and not queued:
+    rest = sum_work(running) if running else None
+    waiting = sum_work(queued) if queued else None
+    return summed_wait_s(rest, waiting, coefficients, new_tokens_per_iteration, decode_iteration_s)
+
+
+def summed_wait_s(
+    running: PrefillSums | None,
+    queued: PrefillSums | None,
+    coefficients: PrefillCoefficients,
+    new_tokens_per_iteration: float,
+    decode_iteration_s: float = 0.0,
+) -> float:
+    """`node_wait_s` of work that is summed up already; None: there is none. Raises ValueError unless
+    `new_tokens_per_iteration` is positive."""
+    if new_tokens_per_iteration <= 0:
+        raise ValueError(f"new tokens per iteration must be positive, got {new_tokens_per_iteration}")
+    if running is None and queued is None:
         return 0.0
-    wait_s = queue_service_s(queued, coefficients, new_tokens_per_iteration)
-    if running:
-        rest = replace(sum_work(running), restored_tokens=0.0, cached_tokens=0.0)
+    wait_s = tokens = 0.0
+    if queued is not None:
+        wait_s += _together_s(queued, coefficients, new_tokens_per_iteration)
+        tokens += queued.uncached_tokens
+    if running is not None:
+        rest = PrefillSums(running.uncached_tokens, running.query_key_pairs)
         wait_s += _together_s(rest, coefficients, new_tokens_per_iteration)
-    tokens = sum(work.uncached_tokens for work in (*running, *queued))
+        tokens += running.uncached_tokens
     return wait_s + max(1.0, tokens / new_tokens_per_iteration) * decode_iteration_s
 
 
