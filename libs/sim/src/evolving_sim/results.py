@@ -16,7 +16,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -95,7 +95,8 @@ class Table:
     def tpot_s(self) -> Floats:
         """Seconds a token after the first one; nan where there is none."""
         more = np.where(self.output_tokens > 1, self.output_tokens - 1, np.nan)
-        return (self.done_s - self.first_token_s) / more
+        tpot_s: Floats = (self.done_s - self.first_token_s) / more
+        return tpot_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,21 +164,20 @@ class Results:
 
     def add(self, request: Request) -> None:
         """A request is answered."""
-        branch_id = getattr(request, "branch_id", "")
-        last_s = self._answered_s.get(branch_id, math.inf)
-        self._answered_s[branch_id] = request.done_s
+        last_s = self._answered_s.get(request.branch_id, math.inf)
+        self._answered_s[request.branch_id] = request.done_s
         if self.keep_ids:
             self.request_ids.append(request.request_id)
         for name, codes in self._codes.items():
-            text = getattr(request, name, "")
+            text = getattr(request, name)
             codes.append(self._names.setdefault(text, len(self._names)))
         for name in _TIMES[:-1]:
-            self._times[name].append(getattr(request, name, math.nan))
+            self._times[name].append(getattr(request, name))
         self._times["pause_s"].append(request.sent_s - last_s if last_s <= request.sent_s else math.nan)
         for name, tokens in self._tokens.items():
-            tokens.append(getattr(request, name, 0))
+            tokens.append(getattr(request, name))
 
-    def sample_waits(self, at_s: float, waits_s: Sequence[float], idle_nodes: int = 0) -> None:
+    def sample_waits(self, at_s: float, waits_s: Sequence[float], idle_nodes: int) -> None:
         """How the nodes that prefill stand, now and then: the wait of each, and how many compute nothing."""
         sample = (at_s, max(waits_s), math.fsum(waits_s) / len(waits_s), idle_nodes / len(waits_s))
         for name, value in zip(_LOAD, sample, strict=True):
@@ -189,9 +189,11 @@ class Results:
 
     def table(self) -> Table:
         """All rows, copied."""
-        integers = {name: np.array(values, np.int64) for name, values in (self._codes | self._tokens).items()}
-        times = {name: np.array(values, np.float64) for name, values in self._times.items()}
-        return Table(**integers, **times, names=tuple(self._names))
+        columns: dict[str, Any] = {
+            name: np.array(values, np.int64) for name, values in (self._codes | self._tokens).items()
+        }
+        columns |= {name: np.array(values, np.float64) for name, values in self._times.items()}
+        return Table(**columns, names=tuple(self._names))
 
     @property
     def served(self) -> list[Answered]:
