@@ -1,0 +1,1 @@
+"""A run in one TOML file: what its keys mean, how it is read, and examples."""
