@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 from sim.small import HELPER, WORKER
 
 from evolving_sim.mixes import CODING, COMPUTER_USE, MATH, MATH_LONG
-from evolving_sim.sessions import AgentKind, Spread, Turn, play
+from evolving_sim.sessions import AgentKind, Mixed, Spread, Turn, play
 
 KINDS = [WORKER, HELPER, CODING, COMPUTER_USE, MATH, MATH_LONG]
 
@@ -42,19 +43,15 @@ def test_a_spread_has_its_median_and_mean() -> None:
         Spread(2, 1)
 
 
-def test_the_mixes_ask_what_the_papers_tables_say() -> None:
-    """Table 8: 5,268 new tokens in prompts of 155,000. Table 1: of prompts, 6.2 % are new in computer use, 1.5 % in
-    mathematics."""
-    new, prompt = per_request(CODING)
-    assert new == pytest.approx(5268, rel=0.15)
-    assert prompt == pytest.approx(155_000, rel=0.15)
-    for kind, share in ((COMPUTER_USE, 0.062), (MATH, 0.015)):
-        new, prompt = per_request(kind)
-        assert new / prompt == pytest.approx(share, abs=0.005)
+def test_a_mixed_spread_is_now_and_then_another() -> None:
+    mixed, draw = Mixed(Spread(10, 10), Spread(1_000, 1_000), rare_share=0.1), random.Random(1)
+    values = [mixed.draw_int(draw) for _ in range(20_000)]
+    assert values.count(1_000) / len(values) == pytest.approx(0.1, abs=0.01)
+    assert statistics.mean(values) == pytest.approx(mixed.mean, rel=0.05)
+    with pytest.raises(ValueError, match="rare_share"):
+        Mixed(mixed.usual, mixed.rare, 1.1)
 
 
-def per_request(kind: AgentKind) -> tuple[float, float]:
-    """New tokens and prompt tokens, means."""
-    turns = [(i, turn) for seed in range(150) for i, turn in enumerate(turns_of(kind, str(seed)))]
-    new = sum(turn.prompt_tokens - (turn.kept_tokens if i else kind.system_tokens) for i, turn in turns)
-    return new / len(turns), sum(turn.prompt_tokens for _, turn in turns) / len(turns)
+def test_an_environment_is_set_up_before_the_first_request() -> None:
+    assert turns_of(replace(WORKER, setup_s=100.0), "1")[0].think_s == 100.0
+    assert turns_of(WORKER, "1")[0].think_s == 0.0

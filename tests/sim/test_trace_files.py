@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from evolving_sim.trace_files import TraceError, read_sessions
+from evolving_sim.traced import CLAUDE_CODE as PACKAGED
+from evolving_sim.traced import TraceKind
 from evolving_sim.traces import Step, branch_steps
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
@@ -207,3 +209,33 @@ def test_a_damaged_archive_is_named(tmp_path: Path, fixture: Path, damage: str) 
     path.write_bytes(data)
     with pytest.raises(TraceError, match=path.name):
         list(read_sessions(path))
+
+
+def test_ids_in_common_with_the_agents_last_request_may_be_left_out(tmp_path: Path) -> None:
+    whole = [asked([1, 2, 3], 0.0), asked([1, 2, 3, 4], 5.0), asked([1, 9], 9.0)]
+    helper = {"type": "subagent", "agent_id": "a", "t": 4.0, "duration_ms": 1000, "status": "completed"}
+    short = [asked([1, 2, 3], 0.0), {**asked([4], 5.0), "in": 8, "shared_blocks": 3}]
+    short += [{**asked([9], 9.0), "in": 4, "shared_blocks": 1}]
+    own, left_out = [asked([7], 0.0), asked([7, 8], 1.0)], [asked([7], 0.0), {**asked([8], 1.0), "in": 4}]
+    left_out[1]["shared_blocks"] = 1
+    lines = [
+        session_line(rows[0], {**helper, "requests": its}, *rows[1:]) for rows, its in ((whole, own), (short, left_out))
+    ]
+    one, other = read_sessions(write(tmp_path / "a.jsonl", *lines))
+    for ours, theirs in zip(one.agents, other.agents, strict=True):
+        assert [r.block_ids.tolist() for r in ours.requests] == [r.block_ids.tolist() for r in theirs.requests]
+    wrong = write(tmp_path / "b.jsonl", session_line(asked([1], 0.0), {**asked([4], 5.0), "in": 8, "shared_blocks": 3}))
+    with pytest.raises(TraceError, match="3 shared_blocks are more"):
+        list(read_sessions(wrong))
+
+
+def test_the_trace_of_the_package_is_read_by_its_name() -> None:
+    sessions = TraceKind("coding", PACKAGED).sessions()
+    assert len(sessions) == 426
+    small = {session.session_id: session for session in read_sessions(CLAUDE_CODE)}
+    for packaged in [each for each in sessions if each.session_id in small]:
+        for ours, theirs in zip(packaged.agents, small.pop(packaged.session_id).agents, strict=True):
+            for one, other in zip(ours.requests, theirs.requests, strict=True):
+                assert np.array_equal(one.block_ids, other.block_ids)
+                assert (one.at_s, one.think_s, one.output_tokens) == (other.at_s, other.think_s, other.output_tokens)
+    assert small == {}

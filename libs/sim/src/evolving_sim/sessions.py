@@ -33,6 +33,28 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
+class Mixed:
+    """One spread, and another one now and then: tails that no log-normal has. ValueError for a share that is none."""
+
+    usual: Spread
+    rare: Spread
+    rare_share: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rare_share <= 1:
+            raise ValueError(f"rare_share must be from 0 to 1, got {self.rare_share}")
+
+    @property
+    def mean(self) -> float:
+        """Of many values."""
+        return (1.0 - self.rare_share) * self.usual.mean + self.rare_share * self.rare.mean
+
+    def draw_int(self, draw: random.Random) -> int:
+        """One value, rounded."""
+        return (self.rare if draw.random() < self.rare_share else self.usual).draw_int(draw)
+
+
+@dataclass(frozen=True, slots=True)
 class SubAgents:
     """Agents that an agent starts, all at once, and waits for."""
 
@@ -49,7 +71,7 @@ class AgentKind:
     system_tokens: int  # leading tokens that all agents of the kind have in common
     opening_tokens: Spread  # of the first prompt, after the common ones
     new_tokens: Spread  # a turn appends: tool results, what the user says
-    output_tokens: Spread
+    output_tokens: Spread | Mixed
     think_s: Spread  # between an answer and the next request: tools, users
     turns: Spread
     context_tokens_max: int  # a prompt that would be longer is compacted
@@ -58,6 +80,7 @@ class AgentKind:
     rewrite_share: float = 0.0  # of turns that change the end of the context
     rewritten_tokens: Spread = Spread(1.0, 1.0)  # how much of it
     sub_agents: SubAgents | None = None
+    setup_s: float = 0.0  # before its first request: an environment that is made for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +99,7 @@ def play(kind: AgentKind, draw: random.Random) -> Iterator[Turn]:
     turns = max(1, kind.turns.draw_int(draw))
     context_tokens = 0
     for number in range(turns):
-        think_s = kind.think_s.draw(draw) if number else 0.0
+        think_s = kind.think_s.draw(draw) if number else kind.setup_s
         kept_tokens = context_tokens
         if number == 0:
             prompt_tokens = kind.system_tokens + kind.opening_tokens.draw_int(draw)
