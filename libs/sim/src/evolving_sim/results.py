@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -163,7 +164,8 @@ class Results:
         return len(self._times["done_s"])
 
     def add(self, request: Request) -> None:
-        """A request is answered."""
+        """A request is answered, none before it later."""
+        assert not self._times["done_s"] or self._times["done_s"][-1] <= request.done_s
         last_s = self._answered_s.get(request.branch_id, math.inf)
         self._answered_s[request.branch_id] = request.done_s
         if self.keep_ids:
@@ -187,12 +189,14 @@ class Results:
         """A switch decided at `at_s` is over."""
         self.switch_times.append(SwitchTime(at_s, took_s))
 
-    def table(self) -> Table:
-        """All rows, copied."""
+    def table(self, from_s: float = 0.0, to_s: float = math.inf) -> Table:
+        """The rows answered in [from_s, to_s), copied."""
+        done_s = self._times["done_s"]
+        rows = slice(bisect_left(done_s, from_s), bisect_left(done_s, to_s))
         columns: dict[str, Any] = {
-            name: np.array(values, np.int64) for name, values in (self._codes | self._tokens).items()
+            name: np.array(values[rows], np.int64) for name, values in (self._codes | self._tokens).items()
         }
-        columns |= {name: np.array(values, np.float64) for name, values in self._times.items()}
+        columns |= {name: np.array(values[rows], np.float64) for name, values in self._times.items()}
         return Table(**columns, names=tuple(self._names))
 
     @property
@@ -206,12 +210,11 @@ class Results:
 
     def between(self, from_s: float, to_s: float, kind: str | None = None) -> Summary:
         """What was answered in [from_s, to_s), of one kind or all."""
-        table = self.table()
-        chosen = (from_s <= table.done_s) & (table.done_s < to_s)
+        table = self.table(from_s, to_s)
         if kind is not None:
-            chosen &= table.kind == self._names.get(kind, -1)
+            table = table.where(table.kind == self._names.get(kind, -1))
         switch_s = [switch.took_s for switch in self.switch_times if from_s <= switch.at_s < to_s]
-        return _summary(table.where(chosen), to_s - from_s, self._load_between(from_s, to_s), switch_s)
+        return _summary(table, to_s - from_s, self._load_between(from_s, to_s), switch_s)
 
     def kinds(self) -> list[str]:
         """Kinds of requests that were answered, by name."""
@@ -220,10 +223,10 @@ class Results:
 
     def _load_between(self, from_s: float, to_s: float) -> tuple[float, float]:
         """The most loaded node's wait over the mean one's, and the share of nodes that were idle."""
-        at_s, most_s, mean_s, idle = (np.array(self._load[name], np.float64) for name in _LOAD)
-        chosen = (from_s <= at_s) & (at_s < to_s)
-        whole_s = float(mean_s[chosen].sum())
-        return float(most_s[chosen].sum()) / whole_s if whole_s > 0 else math.nan, _mean(idle[chosen])
+        at_s = self._load["at_s"]
+        samples = slice(bisect_left(at_s, from_s), bisect_left(at_s, to_s))
+        most_s, mean_s, idle = (np.array(self._load[name][samples], np.float64) for name in _LOAD[1:])
+        return _share(float(most_s.sum()), float(mean_s.sum())), _mean(idle)
 
 
 def _summary(rows: Table, over_s: float, load: tuple[float, float], switch_s: Sequence[float]) -> Summary:
