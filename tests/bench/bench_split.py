@@ -105,7 +105,7 @@ class Searched:
     def as_json(self) -> dict[str, Any]:
         """With the margin of the best over the one after it."""
         best, after = self.order[:2]
-        rows = {shape: asdict(summary) for shape, summary in self.served.items()}
+        rows = {shape: summary.as_json() for shape, summary in self.served.items()}
         return {"best": best, "runner_up": after, "margin": self.short(after), "splits": rows}
 
 
