@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -11,11 +11,11 @@ from bench.bench_split import Bench, Planned, Searched, Shifted, case_key
 from bench.split_cases import BURST_AT_S, CASES, END_S, SHIFT_PERIODS, SHIFT_WINDOWS, WINDOW_S
 
 from evolving_sim.arms.arm import Switch
-from evolving_sim.results import Summary
+from evolving_sim.results import Results, Summary
 
 
 def served(requests_per_s: float) -> Summary:
-    return Summary(0, requests_per_s, 0.0, math.nan, math.nan, math.nan)
+    return replace(Results().between(0.0, 1.0), requests_per_s=requests_per_s)
 
 
 def test_a_split_is_short_by_what_it_serves_less_than_the_best() -> None:
