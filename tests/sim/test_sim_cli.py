@@ -149,6 +149,22 @@ def test_a_bad_line_of_a_trace_is_told_by_its_number(tmp_path: Path) -> None:
         assert (result.exit_code, bad in result.stderr) == (2, True), result.output
 
 
+def test_ones_own_requests_are_played_when_they_came(tmp_path: Path) -> None:
+    """Mooncake's form: the second prompt extends the first one, the third has nothing of it."""
+    rows = [
+        {"timestamp": 1000 * at_s, "input_length": 600 + 512 * extra, "output_length": 20, "hash_ids": ids}
+        for at_s, extra, ids in ((0, 0, [1, 2]), (30, 1, [1, 3, 4]), (60, 0, [5, 6]))
+    ]
+    (tmp_path / "mine.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "my.toml").write_text(TINY.read_text() + '\n[traces.mine]\ntrace = "mine.jsonl"\n')
+    settings = ("--set", 'workload={recorded = ["mine"]}', "--set", "warm_up_s=0")
+    result = command("run", tmp_path / "my.toml", *settings, "--json", tmp_path / "out.json")
+    assert result.exit_code == 0, result.output
+    document = written(tmp_path / "out.json")
+    assert [each["summary"]["requests"] for each in document["windows"]] == [2, 1, 0]
+    assert document["summary"]["ideal_hit_rate"] == pytest.approx(512 / (600 + 1112 + 600))
+
+
 def test_a_run_without_answers_says_so() -> None:
     result = command("run", TINY, "--set", "seconds=1e-3", "--set", "warm_up_s=0")
     assert result.exit_code == 1

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from evolving_sim.arms.named import ARMS
 from evolving_sim.cli_output import (
     print_compared,
     print_outcome,
@@ -86,7 +87,7 @@ def _run(file: File, settings: Settings = None, json: Json = None, charts: Chart
 @app.command("compare")
 def _compare(
     file: File,
-    arms: Annotated[list[str] | None, typer.Option("--arm", help="one or more", show_default=False)] = None,
+    arms: Annotated[list[str] | None, typer.Option("--arm", help=", ".join(ARMS), show_default=False)] = None,
     shapes: Annotated[
         list[str] | None, typer.Option("--split", metavar="4P5D", help="to begin with", show_default=False)
     ] = None,
@@ -95,7 +96,9 @@ def _compare(
     charts: Charts = None,
     processes: Processes = CORES,
 ) -> None:
-    """Play the same workload under several arms or splits, side by side, each paired with the first.
+    """Play one workload under several arms or splits.
+
+    Side by side, and request by request each beside the first: what agents ask is the same in all.
 
     \b
     evolving-sim compare my.toml --arm ours --arm dynamo --arm arrow

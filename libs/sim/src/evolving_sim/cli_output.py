@@ -99,6 +99,7 @@ def print_compared(names: Sequence[str], outcomes: Sequence[Outcome], paired: Se
     """Runs side by side, a column each; with what the first also answered, each but the first."""
     table = _table("", *names)
     table.add_row("split at the end", *(outcome.final_shape for outcome in outcomes))
+    table.add_row("switches, those of the warm-up too", *(str(len(outcome.switches)) for outcome in outcomes))
     for name in FIGURES:
         table.add_row(FIGURES[name][0], *(shown(name, getattr(outcome.summary, name)) for outcome in outcomes))
     rows: Sequence[tuple[str, Callable[[Paired], str]]] = (
