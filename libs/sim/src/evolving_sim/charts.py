@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from evolving.core.planner import SplitShape
-from evolving_sim.outcomes import Outcome, Window
+from evolving_sim.outcomes import Outcome
 from evolving_sim.sweeps import Row
 
 FIGURES = {
@@ -34,10 +32,11 @@ def draw_run(outcome: Outcome, folder: Path) -> None:
 def draw_compared(names: Sequence[str], outcomes: Sequence[Outcome], folder: Path) -> None:
     """`time.png`: the runs' stretches, a line each; `figures.png`: bars of the whole runs."""
     _draw(folder / "time.png", dict(zip(names, outcomes, strict=True)))
-    figure = Figure(figsize=(10, 6), layout="constrained")
-    for axes, (name, title) in zip(_panels(figure, 2, 3), FIGURES.items(), strict=True):
-        axes.bar(range(len(names)), [getattr(outcome.summary, name) for outcome in outcomes])
-        axes.set_xticks(range(len(names)), names, rotation=30)
+    figure = Figure(figsize=(11, 3 + 0.5 * len(names)), layout="constrained")
+    for number, (axes, (name, title)) in enumerate(zip(_panels(figure, 2, 3), FIGURES.items(), strict=True)):
+        axes.barh(range(len(names)), [getattr(outcome.summary, name) for outcome in outcomes])
+        axes.set_yticks(range(len(names)), names if number % 3 == 0 else [""] * len(names))
+        axes.invert_yaxis()
         axes.set_title(title)
     figure.savefig(folder / "figures.png", dpi=120)
 
@@ -64,8 +63,8 @@ def draw_sweep(rows: Sequence[Row], folder: Path) -> None:
 
 
 def _panels(figure: Figure, rows: int, columns: int) -> list[Axes]:
-    """Row by row; those of a column share their x axis."""
-    panels = list(figure.subplots(rows, columns, sharex="col", squeeze=False).flat)
+    """Row by row."""
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes in panels:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
@@ -73,25 +72,30 @@ def _panels(figure: Figure, rows: int, columns: int) -> list[Axes]:
 
 
 def _draw(path: Path, runs: Mapping[str, Outcome]) -> None:
-    figure = Figure(figsize=(9, 9), layout="constrained")
-    shape, *others = _panels(figure, 5, 1)
+    """Over time: the split, then figures of each stretch."""
+    figure = Figure(figsize=(9, 10), layout="constrained")
+    split, *others = _panels(figure, 5, 1)
+    split.set_ylabel("prefill nodes")
+    split.yaxis.set_major_locator(MaxNLocator(integer=True))
     for name, outcome in runs.items():
-        _steps(shape, outcome.windows, [SplitShape.parse(each.shape).prefill for each in outcome.windows], name)
-    shape.set_ylabel("prefill nodes")
-    shape.yaxis.set_major_locator(MaxNLocator(integer=True))
+        shapes = [outcome.scenario["shape"], *(switch.shape for switch in outcome.switches)]
+        edges_s = [0.0, *(switch.at_s for switch in outcome.switches), outcome.until_s]
+        _steps(split, edges_s, [SplitShape.parse(shape).prefill for shape in shapes], name)
     for axes, (figure_name, title) in zip(others, list(FIGURES.items())[:4], strict=True):
-        for name, outcome in runs.items():
-            _steps(axes, outcome.windows, [getattr(each.summary, figure_name) for each in outcome.windows], name)
         axes.set_ylabel(title)
-    axes.set_xlabel("minutes")
+        for name, outcome in runs.items():
+            edges_s = [0.0, *(window.to_s for window in outcome.windows)]
+            _steps(axes, edges_s, [getattr(window.summary, figure_name) for window in outcome.windows], name)
+    for axes in (split, *others):
+        axes.set_ylim(bottom=0)
+        axes.sharex(split)
+    others[-1].set_xlabel("minutes")
     if len(runs) > 1:
-        figure.legend(*shape.get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        figure.legend(*split.get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=120)
 
 
-def _steps(axes: Axes, windows: Sequence[Window], values: Sequence[Any], name: str) -> None:
-    """A value for each stretch of time."""
-    if windows:
-        edges = [windows[0].from_s / 60, *(each.to_s / 60 for each in windows)]
-        axes.stairs([math.nan if value is None else value for value in values], edges, label=name, baseline=None)
-        axes.set_ylim(bottom=0)
+def _steps(axes: Axes, edges_s: Sequence[float], values: Sequence[float], name: str) -> None:
+    """A value for each stretch between two edges."""
+    if values:
+        axes.stairs(values, [edge_s / 60 for edge_s in edges_s], label=name, baseline=None)
