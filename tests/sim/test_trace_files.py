@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from evolving_sim.trace_files import TraceError, read_sessions
-from evolving_sim.traced import CLAUDE_CODE as PACKAGED
-from evolving_sim.traced import TraceKind
+from evolving_sim.traced import CLAUDE_CODE_TRACE, TraceKind
 from evolving_sim.traces import Step, branch_steps
 
 FIXTURES = Path(__file__).resolve().parents[1] / "fixtures"
@@ -230,7 +229,7 @@ def test_ids_in_common_with_the_agents_last_request_may_be_left_out(tmp_path: Pa
 
 
 def test_the_trace_of_the_package_is_read_by_its_name() -> None:
-    sessions = TraceKind("coding", PACKAGED).sessions()
+    sessions = TraceKind("coding", CLAUDE_CODE_TRACE).sessions()
     assert len(sessions) == 426
     small = {session.session_id: session for session in read_sessions(CLAUDE_CODE)}
     for packaged in [each for each in sessions if each.session_id in small]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from evolving_sim.sessions import AgentKind, Mixed, Spread, SubAgents
-from evolving_sim.traced import CLAUDE_CODE, TraceKind
+from evolving_sim.traced import CLAUDE_CODE_TRACE, TraceKind
 
 # Coding as in the paper's runs (CC): recorded sessions of Claude Code, though not the paper's recording. Of its 29,467
 # requests, beside what the paper's tables say of theirs:
@@ -32,11 +32,12 @@ from evolving_sim.traced import CLAUDE_CODE, TraceKind
 #                                                        Table 8's 6.27 requests/s
 #   of sub-agents                       1.8 %    ~20 %   Table 3: 1.25 branches of an agent are at it at a time
 # What computing prompts takes is alike. Changed, and fixed before any run was compared:
-# - thoughts are a tenth as long: long waits stay long beside others, and their mean is 12.8 s;
+# - thoughts are cut to half an hour, and all are 5.1 times as fast: their mean is 12.9 s then, and the longest, 353 s,
+#   are like the wait of 359 s that §3 tells of. Uncut, they would take longer to come to their mean than the runs take;
 # - answers are 1.9 times as long. Of them later prompts hold as much as recorded, so that new tokens stay as they are:
 #   a model that thinks says more than comes back.
 # And for runs that are to load a cluster like the paper's:
-CODING_RECORDED = TraceKind("claude code", CLAUDE_CODE, compression=10.0, output_scale=1.9)
+CLAUDE_CODE = TraceKind("claude code", CLAUDE_CODE_TRACE, think_s_max=1800.0, compression=5.1, output_scale=1.9)
 AGENTS_PER_CODING_AGENT = 1.25
 """So many recorded agents at a time for one of the paper's, whose sub-agents run beside it; see above."""
 ARRIVALS_PER_CODING_AGENT = 4.9

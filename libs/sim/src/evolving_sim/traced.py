@@ -21,7 +21,7 @@ from evolving_sim.trace_files import read_sessions
 from evolving_sim.trace_names import BlockContents, NamedRequest, name_session, recorded_output
 from evolving_sim.traces import TraceRequest, TraceSession
 
-CLAUDE_CODE = "claude_code.jsonl.xz"
+CLAUDE_CODE_TRACE = "claude_code.jsonl.xz"
 """A trace that comes with the package: 426 real sessions of Claude Code (data/README.md)."""
 
 
