@@ -7,8 +7,8 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from ctypes import Array, c_byte, c_double
 from dataclasses import dataclass
-from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,8 @@ def play_all(
     if min(processes, len(files)) <= 1:
         return _one_by_one(files, watch, keep_answers=keep_answers)
     context = multiprocessing.get_context("spawn")
-    stop, how_far = context.Value("b", 0), context.Array("d", 2 * len(files))
+    # Without locks: one who dies while it holds a lock would stop all others.
+    stop, how_far = context.RawValue("b", 0), context.RawArray("d", 2 * len(files))
     with ProcessPoolExecutor(min(processes, len(files)), context, _prepare, (stop, how_far)) as pool:
         # Workers begin with the signals blocked that are blocked here: when to stop is said by this process.
         signals = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -74,11 +75,11 @@ def play_all(
             signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         left: set[Future[Outcome | None]] = set(runs)
         while left:
-            left = wait(left, _LOOK_S).not_done
+            done, left = wait(left, _LOOK_S)
             watch.told(
                 [Progress(how_far[2 * n], file.seconds, int(how_far[2 * n + 1])) for n, file in enumerate(files)]
             )
-            if watch.stop():
+            if watch.stop() or any(run.exception() is not None for run in done):
                 stop.value = 1
         return [run.result() for run in runs]
 
@@ -98,10 +99,10 @@ def _one_by_one(files: Sequence[ScenarioFile], watch: Watch, *, keep_answers: bo
     return outcomes
 
 
-_shared: tuple[Synchronized[int], SynchronizedArray[float]]
+_shared: tuple[c_byte, Array[c_double]]
 
 
-def _prepare(stop: Synchronized[int], how_far: SynchronizedArray[float]) -> None:
+def _prepare(stop: c_byte, how_far: Array[c_double]) -> None:
     global _shared  # noqa: PLW0603  # a worker's only way to what it shares with its parent
     _shared = stop, how_far
 
