@@ -12,7 +12,7 @@ from evolving_sim.faults import Fault
 from evolving_sim.kinds import Kind
 from evolving_sim.planner_loop import LoopConfig
 from evolving_sim.population import Arrivals, Burst, Period, WorkloadConfig
-from evolving_sim.scenario_files.model import KINDS, ScenarioFile, TraceTable
+from evolving_sim.scenario_files.model import KINDS, RECORDED, ScenarioFile, TraceTable
 from evolving_sim.traced import TraceKind
 
 
@@ -62,7 +62,7 @@ def _workload(file: ScenarioFile, kinds: Mapping[str, Kind]) -> WorkloadConfig:
 
 def _kinds(file: ScenarioFile) -> dict[str, Kind]:
     traces = {name: _trace(file, name, table) for name, table in file.traces.items()}
-    return {**KINDS, **file.kinds, **traces}
+    return {**KINDS, **RECORDED, **file.kinds, **traces}
 
 
 def _trace(file: ScenarioFile, name: str, table: TraceTable) -> TraceKind:

@@ -32,13 +32,14 @@ from evolving.core.planner import SplitShape
 from evolving_sim.arms.named import ARMS
 from evolving_sim.arms.parameters import RESTART_S, ArrowConfig, DynamoPlannerConfig
 from evolving_sim.faults import LostEvents, NodeDeath, PlannerFailover, SlowNode
-from evolving_sim.mixes import CODING, COMPUTER_USE, MATH, MATH_LONG
+from evolving_sim.mixes import CLAUDE_CODE, CODING, COMPUTER_USE, MATH, MATH_LONG
 from evolving_sim.node_config import NodeConfig
 from evolving_sim.population import Spacing
 from evolving_sim.scenario_files.machine import Values, whole_machine
 from evolving_sim.sessions import AgentKind
 
 KINDS = {kind.name: kind for kind in (CODING, MATH, MATH_LONG, COMPUTER_USE)}
+RECORDED = {kind.name: kind for kind in (CLAUDE_CODE,)}
 
 
 class Section(BaseModel):
@@ -210,7 +211,7 @@ class ScenarioFile(Section):
             raise ValueError(f"warm_up_s ({self.warm_up_s:g}) must be less than seconds ({self.seconds:g})")
         if self.arm not in ARMS:
             raise ValueError(f"arm: no arm is called {self.arm!r}; there are {', '.join(ARMS)}")
-        known = [*dict.fromkeys((*KINDS, *self.kinds, *self.traces))]
+        known = [*dict.fromkeys((*KINDS, *RECORDED, *self.kinds, *self.traces))]
         for name in self.workload.kind_names:
             if name not in known:
                 raise ValueError(f"workload: no kind of agent is called {name!r}; there are {', '.join(known)}")
