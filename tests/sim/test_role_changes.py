@@ -78,7 +78,7 @@ def test_a_new_start_takes_its_time_and_loses_all() -> None:
 
 
 def test_a_node_out_of_service_comes_back_as_what_it_is_to_be_then() -> None:
-    run, node_id = switched(restart(30.0))
+    run, _ = switched(restart(30.0))
     run.until(25.0)
     run.cluster.change(Split(3, assign(SplitShape.parse("2P2D"), run.cluster.split.roles, run.cluster.nodes)))
     run.until(60.0)

@@ -35,6 +35,7 @@ from evolving_sim.kv import NodeKv
 from evolving_sim.legs import Request
 
 _TENANT = ""
+_RUN_BLOCKS_MAX = 4096  # whole contexts: what happens to one is said at once
 _TICK_S = 0.05  # between steps of work that the directory does bit by bit
 _LIMITS_S = 60.0  # between looks at what time ends
 
@@ -66,7 +67,7 @@ class SimDirectory:
 
     def __init__(self, events: EventHeap, delay_s: float, *, counts: bool) -> None:
         """counts: nodes are told how needed their blocks are; they have no use for it where they evict without."""
-        self.directory = Directory(DirectoryConfig())
+        self.directory = Directory(DirectoryConfig(run_blocks_max=_RUN_BLOCKS_MAX))
         self.ignored: dict[str, int] = {}  # events that changed nothing, by kind
         self._events = events
         self._delay_s = delay_s
@@ -165,8 +166,7 @@ class SimDirectory:
         stream.meets = False
         if stream.needs:
             needs, stream.needs = stream.needs, []
-            for names, needed in needs:
-                stream.kv.pool.set_need(names, needed)
+            stream.kv.pool.set_stretches(needs)
         now_s, directory = self._events.now_s, self.directory
         changes = stream.kv.changes.take()
         if changes:

@@ -198,7 +198,7 @@ class NodePool:
     def set_needs(self, needs: Mapping[bytes, int]) -> None:
         """Say how much blocks are needed; 0 forgets one. Of a block that isn't here it waits for it."""
         names = list(needs)
-        renewed: list[Run] = []
+        pieces: dict[Run, list[_Piece]] = {}
         at = 0
         while at < len(names):
             need, run = needs[names[at]], self._tree.get(names[at])
@@ -206,35 +206,33 @@ class NodePool:
                 self._await(names[at : at + 1], need)
                 at += 1
                 continue
-            first = last = _position(run, names[at], 1)
+            first = last = _position(run, names[at], 1, run.size)
             while at < len(names) and last < run.size and names[at] == run.names[last] and needs[names[at]] == need:
                 at += 1
                 last += 1
-            self._need(run, first, last, need, renewed)
-        self._renewed(renewed)
+            pieces.setdefault(run, []).append((first, last, need))
+        self._assign(pieces)
 
-    def set_need(self, names: bytes, need: int) -> None:
-        """The same of consecutive blocks of one context, which need it alike: names joined. Costs the runs."""
-        blocks, at = len(names) // NAME_BYTES, 0
-        renewed: list[Run] = []
-        while at < blocks:
-            name = names[at * NAME_BYTES : (at + 1) * NAME_BYTES]
-            run = self._tree.get(name)
-            if run is None:  # nor is anything below it
-                self._await(split_names(names[at * NAME_BYTES :]), need)
-                break
-            first = _position(run, name, blocks - at)
-            size = min(blocks - at, run.size - first)
-            if not names.startswith(run.names[first + size - 1], (at + size - 1) * NAME_BYTES):
-                own = b"".join(run.names[first : first + size])
-                size = next(
-                    n
-                    for n in range(size)
-                    if not names.startswith(own[n * NAME_BYTES :][:NAME_BYTES], (at + n) * NAME_BYTES)
-                )
-            self._need(run, first, first + size, need, renewed)
-            at += size
-        self._renewed(renewed)
+    def set_stretches(self, needs: Iterable[tuple[bytes, int]]) -> None:
+        """The same of consecutive blocks of contexts, their names joined; of a block that comes twice the last holds.
+
+        Costs the runs concerned, not their blocks.
+        """
+        pieces: dict[Run, list[_Piece]] = {}
+        for names, need in needs:  # of one context, the deepest first as a rule
+            blocks, at = len(names) // NAME_BYTES, 0
+            while at < blocks:
+                name = names[at * NAME_BYTES : (at + 1) * NAME_BYTES]
+                run = self._tree.get(name)
+                if run is None:  # nor is anything below it
+                    self._await(split_names(names[at * NAME_BYTES :]), need)
+                    break
+                own = pieces.setdefault(run, [])
+                first = _position(run, name, blocks - at, own[-1][0] if own else run.size)
+                size = _common(run, first, names, at)
+                own.append((first, first + size, need))
+                at += size
+        self._assign(pieces)
 
     def forget_needs(self) -> None:
         """All needs are zero, as of blocks that never come."""
@@ -338,7 +336,7 @@ class NodePool:
             if above is not None and len(above.children) == 2:
                 self._offer_all(above.children)
             if self._absent and not self._absent.keys().isdisjoint(new):
-                self._offer_all(self._meet(run))
+                self._meet(run)
 
     def _enter(self, run: Run, tier: Tier) -> None:
         run.tiers |= tier
@@ -410,41 +408,27 @@ class NodePool:
             for name in names:
                 self._absent.pop(name, None)
 
-    def _need(self, run: Run, first: int, last: int, need: int, renewed: list[Run]) -> None:
-        """Blocks [first, last) of a run have a need; adds them to `renewed` where they had another."""
-        if run.need == need:
-            return
-        if first > 0:
-            run = self._tree.split(run, first)[1]
-        if last - first < run.size:
-            run = self._tree.split(run, last - first)[0]
-        self._set_need(run, need)
-        renewed.append(run)
+    def _assign(self, pieces: Mapping[Run, Sequence[_Piece]]) -> None:
+        """Parts of runs have these needs, later ones before earlier ones: cut the runs where needs differ."""
+        renewed: list[Run] = []
+        for run, own in pieces.items():
+            at = run
+            for first, need in reversed(_parts(run, own)):  # from the end on, so that what is left stays one run
+                before = None
+                if first > 0:
+                    before, at = self._tree.split(at, first)
+                if at.need != need:
+                    self._set_need(at, need)
+                    renewed.append(at)
+                if before is not None:
+                    at = before
+        self._offer_all(renewed)
+        for run in renewed:
+            self._tree.merge_near(run)
 
-    def _renewed(self, runs: Sequence[Run]) -> None:
-        """The needs of runs, in the order of their blocks, changed."""
-        self._offer_all(runs)
-        for run, after in zip(runs, (*runs[1:], None), strict=False):
-            if after is None or after.parent is not run:  # the path from its end takes in those before
-                self._tree.merge_path(run)
-
-    def _meet(self, run: Run) -> list[Run]:
-        """Give a run that came the needs that waited for its blocks, cutting it where these differ; its parts."""
-        needs = [self._absent.pop(name, 0) for name in run.names]
-        parts: list[Run] = []
-        at: Run | None = run
-        end = len(needs)
-        while at is not None:  # from the end on, so that what is left stays one run
-            first = end - 1
-            while first > 0 and needs[first - 1] == needs[end - 1]:
-                first -= 1
-            before = None
-            if first > 0:
-                before, at = self._tree.split(at, first)
-            self._set_need(at, needs[end - 1])
-            parts.append(at)
-            at, end = before, first
-        return parts
+    def _meet(self, run: Run) -> None:
+        """Give a run that came the needs that waited for its blocks."""
+        self._assign({run: [(at, at + 1, self._absent.pop(name, 0)) for at, name in enumerate(run.names)]})
 
     def _set_need(self, run: Run, need: int) -> None:
         if run.tiers & Tier.L2:
@@ -488,11 +472,38 @@ class NodePool:
         assert all(need > 0 for need in self._absent.values())
 
 
-def _position(run: Run, name: bytes, blocks: int) -> int:
-    """Where a block is in its run; first or before the last `blocks` as a rule."""
+_Piece = tuple[int, int, int]
+"""First block of a run, the one after the last, and their need."""
+
+
+def _parts(run: Run, pieces: Sequence[_Piece]) -> list[tuple[int, int]]:
+    """A run's parts by need, once these pieces have theirs: the first block of each, and its need."""
+    cuts = sorted({0, run.size, *(piece[0] for piece in pieces), *(piece[1] for piece in pieces)})
+    place = {cut: number for number, cut in enumerate(cuts)}
+    needs = [run.need] * (len(cuts) - 1)
+    for first, last, need in pieces:
+        needs[place[first] : place[last]] = [need] * (place[last] - place[first])
+    return [(cuts[at], need) for at, need in enumerate(needs) if at == 0 or needs[at - 1] != need]
+
+
+def _position(run: Run, name: bytes, blocks: int, end: int) -> int:
+    """Where a block is in its run; as a rule the first one, or so many `blocks` before `end`."""
     names = run.names
     if names[0] == name:
         return 0
-    if blocks <= len(names) and names[-blocks] == name:
-        return len(names) - blocks
+    if blocks <= end and names[end - blocks] == name:
+        return end - blocks
     return names.index(name)
+
+
+def _common(run: Run, first: int, names: bytes, at: int) -> int:
+    """How many blocks from `first` of a run on equal names[at:], joined. They agree up to somewhere: bisects."""
+    low, high = 0, min(run.size - first, len(names) // NAME_BYTES - at) + 1
+    probe = high - 1
+    while high - low > 1:
+        if names.startswith(run.names[first + probe - 1], (at + probe - 1) * NAME_BYTES):
+            low = probe
+        else:
+            high = probe
+        probe = (low + high) // 2
+    return low

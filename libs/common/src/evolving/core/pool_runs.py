@@ -187,6 +187,12 @@ class RunTree:
         if at is not None:
             self._join(at)
 
+    def merge_near(self, run: Run | None) -> None:
+        """Join a run with its only child, and with those before it as far as they agree."""
+        at = self._join_child(run)
+        while at is not None:
+            at = self._join(at)
+
     def _join_child(self, run: Run | None) -> Run | None:
         if run is None or not run.names:
             return None
@@ -201,14 +207,12 @@ class RunTree:
         if parent is None or len(parent.children) != 1 or not parent.agrees(run):
             return None
         if run.size <= parent.size:
-            for name in run.names:
-                self._where[name] = parent
+            self._where.update(dict.fromkeys(run.names, parent))
             parent.names += run.names
             self._adopt(parent, run)
             gone, stays = run, parent
         else:
-            for name in parent.names:
-                self._where[name] = run
+            self._where.update(dict.fromkeys(parent.names, run))
             run.names = parent.names + run.names
             run.start = parent.start
             run.parent = parent.parent
@@ -230,8 +234,7 @@ class RunTree:
         self._serial += 1
         run = Run(names, start, parent, self._serial)
         self.runs[run] = None
-        for name in names:
-            self._where[name] = run
+        self._where.update(dict.fromkeys(names, run))
         return run
 
     # -- invariants
