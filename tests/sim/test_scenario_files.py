@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from evolving_sim.arms.named import ARMS
 from evolving_sim.machines import GLM_5_2
 from evolving_sim.mixes import CODING
+from evolving_sim.population import Arrivals, Burst, WorkloadConfig
 from evolving_sim.scenario_files.build import scenario_of
-from evolving_sim.scenario_files.model import ScenarioFile
+from evolving_sim.scenario_files.model import (
+    ArrivalsTable,
+    BurstTable,
+    FaultsTable,
+    ScenarioFile,
+    TraceTable,
+    WorkloadTable,
+)
 from evolving_sim.scenario_files.reading import ScenarioError, changed, parse, read, values_of
+from evolving_sim.traced import TraceKind
 
 TINY = Path(__file__).with_name("tiny.toml")
 
@@ -157,6 +168,20 @@ def test_values_are_set_where_a_key_says_and_nothing_else_is_changed() -> None:
     assert raw == {"a": {"b": [{"c": 1}, {"c": 2}]}}
     with pytest.raises(ScenarioError, match=r"a\.b\.7\.c: nothing can be set there"):
         changed(raw, {"a.b.7.c": 3})
+
+
+def test_a_file_can_say_all_that_a_workload_can_be() -> None:
+    """Tables that are read by hand have the keys of what is made from them."""
+    assert set(TraceTable.model_fields) == {field.name for field in fields(TraceKind)} - {"name"}
+    assert set(WorkloadTable.model_fields) - {"agents"} == {field.name for field in fields(WorkloadConfig)}
+    assert set(ArrivalsTable.model_fields) == {field.name for field in fields(Arrivals)}
+    assert set(BurstTable.model_fields) == {field.name for field in fields(Burst)}
+
+
+def test_every_key_and_arm_is_in_the_readme() -> None:
+    readme = (Path(__file__).parents[2] / "libs" / "sim" / "README.md").read_text()
+    keys = {*ScenarioFile.model_fields, *FaultsTable.model_fields} - {"name"}
+    assert [name for name in (*keys, *ARMS) if f"`{name}`" not in readme and f"[{name}" not in readme] == []
 
 
 @pytest.mark.parametrize(
