@@ -1,7 +1,7 @@
 # The commands of the project; `make help` lists them. Everything they need, they install into .venv.
 .DEFAULT_GOAL := help
 .PHONY: help setup model demo up down status logs lint test bench-flip bench-switch bench-directory bench-begin \
-  bench-engine bench-kv bench-fit bench-split images gen pin proto-baseline clean
+  bench-engine bench-kv bench-fit bench-split paper images gen pin proto-baseline clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -92,6 +92,9 @@ bench-fit: $(MODEL)/.ready ## how well the time model fitted under load tells wh
 
 bench-split: .venv/.ready ## whether the planner finds the split that serves most, simulated (6 minutes; ARGS="--seed 2"), into build/bench-split.json
 	@$(BIN)/python tests/bench/bench_split.py $(ARGS)
+
+paper: .venv/.ready ## the paper's tables beside simulated ones (an hour on two cores; ARGS=--quick: two minutes), into build/paper
+	@$(BIN)/evolving-sim paper $(ARGS)
 
 images: ## build the four images, evolving-<service>:dev
 	@$(foreach service,$(SERVICES),docker build -f services/$(service)/Dockerfile -t evolving-$(subst _,-,$(service)):dev . &&) true

@@ -77,7 +77,7 @@ _UNITS = {
     Metric.SWITCH_TIME: "s, mean",
     Metric.PREFILL_NODES: "prefill nodes: at the end of a run that adapts, of the best split of one that does not",
     Metric.SPREAD: "% from the least to the greatest",
-    Metric.KEPT_UNNEEDED: "% of what host memory holds at the end that no live branch counts",
+    Metric.KEPT_UNNEEDED: "% of the blocks held anywhere at the end that no live branch counts",
 }
 
 RATIO_METRICS = (

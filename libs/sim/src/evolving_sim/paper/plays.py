@@ -12,6 +12,12 @@ from evolving_sim.results import Summary
 
 WINDOW_S = 600.0
 
+BEST = "best"
+"""Instead of a split: whichever serves most of all that stay, found by shorter runs."""
+
+SEARCH_FROM_S, SEARCH_TO_S = 900.0, 2100.0
+"""What those are compared by."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
@@ -28,7 +34,7 @@ class Play:
 
     load: str  # of loads.LOADS: what is asked, of which machines
     arm: str  # of arms: which system answers
-    shape: str  # the split to begin with
+    shape: str  # the split to begin with, or BEST
     stretches: tuple[Stretch, ...]
     window_s: float = WINDOW_S  # of the planner
     slices: int = 10
@@ -55,6 +61,7 @@ class Outcome:
     final_shape: str
     switches: tuple[tuple[float, str], ...] = ()  # when, and the split after it
     windows: tuple[float, ...] = ()  # requests/s of each 600 s
+    searched: Mapping[str, float] = field(default_factory=dict)  # by split, requests/s in the runs of a search
     requests: int = 0
     wall_s: float = field(default=0.0, compare=False)
 
@@ -68,6 +75,7 @@ class Outcome:
             "final_shape": self.final_shape,
             "switches": [list(switch) for switch in self.switches],
             "windows_requests_per_s": list(self.windows),
+            "searched_requests_per_s": dict(self.searched),
             "requests": self.requests,
             "wall_s": round(self.wall_s, 1),
             "stretches": stretches,
@@ -82,7 +90,8 @@ class Outcome:
         }
         switches = tuple((at_s, shape) for at_s, shape in data["switches"])
         windows = tuple(data["windows_requests_per_s"])
-        return cls(stretches, data["final_shape"], switches, windows, data["requests"], data["wall_s"])
+        searched = data["searched_requests_per_s"]
+        return cls(stretches, data["final_shape"], switches, windows, searched, data["requests"], data["wall_s"])
 
 
 _OF_SUMMARY: Mapping[Metric, tuple[str, float]] = {

@@ -1,0 +1,102 @@
+"""Plays a play."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+from evolving.core.config import EvictionPolicy, Gate, PlannerConfig
+from evolving.core.planner import SplitShape
+from evolving_sim.arms.arm import Arm
+from evolving_sim.arms.named import ARMS, ours
+from evolving_sim.driver import Run, Scenario, shapes
+from evolving_sim.node_config import NodeConfig
+from evolving_sim.paper.figures import Metric
+from evolving_sim.paper.loads import bursts, load_of
+from evolving_sim.paper.plays import (
+    BEST,
+    SEARCH_FROM_S,
+    SEARCH_TO_S,
+    WINDOW_S,
+    Outcome,
+    Play,
+    Stretch,
+    metrics_of,
+)
+from evolving_sim.paper.runs import BY_NEED, HOUR, NODES, OURS, SGLANG
+from evolving_sim.planner_loop import LoopConfig, shape_of
+
+_USUAL_END_S = HOUR.to_s
+
+
+def perform(play: Play, machine: NodeConfig | None = None) -> Outcome:
+    """Play it; on other nodes than its load's where `machine` says which."""
+    if play.shape == BEST:
+        return _perform_best(play, machine)
+    begun_s = time.perf_counter()
+    run = Run(_scenario(play, machine))
+    run.until(play.end_s)
+    run.check_invariants()
+    unneeded = _unneeded_percent(run)
+    windows = [run.results.between(WINDOW_S * at, WINDOW_S * (at + 1)) for at in range(int(play.end_s / WINDOW_S))]
+    return Outcome(
+        stretches={
+            each.name: {**metrics_of(run.results.between(each.from_s, each.to_s)), Metric.KEPT_UNNEEDED: unneeded}
+            for each in play.stretches
+        },
+        final_shape=str(shape_of(run.cluster)),
+        switches=tuple((switch.at_s, switch.shape) for switch in (run.controller.switches if run.controller else ())),
+        windows=tuple(round(window.requests_per_s, 4) for window in windows),
+        requests=len(run.results),
+        wall_s=time.perf_counter() - begun_s,
+    )
+
+
+def _perform_best(play: Play, machine: NodeConfig | None) -> Outcome:
+    """The split that serves most in shorter runs, played as long as is wanted."""
+    share = min(1.0, play.end_s / _USUAL_END_S)
+    search = Stretch("search", SEARCH_FROM_S * share, SEARCH_TO_S * share)
+    tried = {
+        str(shape): perform(replace(play, shape=str(shape), stretches=(search,)), machine) for shape in shapes(NODES)
+    }
+    searched = {shape: each.stretches[search.name][Metric.THROUGHPUT] for shape, each in tried.items()}
+    best = perform(replace(play, shape=max(searched, key=searched.__getitem__)), machine)
+    requests = best.requests + sum(each.requests for each in tried.values())
+    wall_s = best.wall_s + sum(each.wall_s for each in tried.values())
+    return replace(best, searched=searched, requests=requests, wall_s=wall_s)
+
+
+def _unneeded_percent(run: Run) -> float:
+    """Of the blocks that nodes hold: those that no live branch counts."""
+    counts = run.cluster.directory.directory.pool_counts()
+    held = counts.held_blocks + counts.zero_blocks
+    return 100.0 * counts.zero_blocks / held if held else math.nan
+
+
+def cost(play: Play) -> float:
+    """About how long it takes, in no unit."""
+    if play.shape == BEST:
+        return NODES * (play.end_s + len(shapes(NODES)) * SEARCH_TO_S)
+    return play.end_s * SplitShape.parse(play.shape).total
+
+
+def _scenario(play: Play, machine: NodeConfig | None) -> Scenario:
+    load = load_of(play.load)
+    workload = replace(load.workload, bursts=bursts(play.bursts_per_hour, play.end_s))
+    shape = SplitShape.parse(play.shape)
+    return Scenario(machine or load.machine, shape, workload, _arm(play), seed=play.seed)
+
+
+def _arm(play: Play) -> Arm:
+    if play.arm == BY_NEED:
+        return replace(ARMS[SGLANG], name=BY_NEED, eviction=EvictionPolicy.AGENT)
+    if play.arm != OURS:
+        return ARMS[play.arm]
+    planner = PlannerConfig(
+        window_s=play.window_s,
+        slices=play.slices,
+        slices_valid_least=math.ceil(0.8 * play.slices),
+        gate=Gate(play.gate),
+    )
+    return ours(LoopConfig(planner))

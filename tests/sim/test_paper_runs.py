@@ -1,0 +1,195 @@
+"""Which run makes each of the paper's numbers, how runs are put together, and the fit."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from evolving.core.planner import SplitShape
+from evolving_sim.arms.named import ARMS
+from evolving_sim.mixes import AGENTS_PER_CODING_AGENT, ARRIVALS_PER_CODING_AGENT
+from evolving_sim.node_config import NodeConfig
+from evolving_sim.paper import calibration, make_paper, making, performing
+from evolving_sim.paper.calibration import TARGETS, fit
+from evolving_sim.paper.figures import FIGURES, FITTED, Metric, Side
+from evolving_sim.paper.loads import bursts, load_of
+from evolving_sim.paper.plays import BEST, Outcome, Play, Stretch
+from evolving_sim.paper.runs import (
+    BY_NEED,
+    HOUR,
+    QUICK,
+    RATES,
+    SGLANG,
+    STATIC_LOADS,
+    WHOLE,
+    of,
+    plays_of,
+    sensitivity,
+    shortened,
+    sources,
+    spread_of,
+    sum_of,
+)
+
+EVERY = sources()
+PLAYS = [*plays_of(EVERY), *(play for some in sensitivity().values() for play in some.values())]
+
+
+def outcome(served: float, shape: str = "4P5D", *switches: tuple[float, str], e2e_s: float = 1.0) -> Outcome:
+    values = {Metric.THROUGHPUT: served, Metric.E2E_MEAN: e2e_s, Metric.SWITCHES: 0.0}
+    whole = values | {Metric.SWITCHES: float(len(switches)), Metric.SWITCH_TIME: 2.5}
+    return Outcome({HOUR.name: values, WHOLE.name: whole}, shape, switches)
+
+
+def test_every_number_of_the_paper_has_a_run_and_every_run_a_number() -> None:
+    places = {(figure.table, figure.row, side) for figure in FIGURES for side in (figure.side, figure.under) if side}
+    unprinted = {place for place in EVERY if place[1] == "CC (126), eviction"}
+    assert places == EVERY.keys() - unprinted
+    assert set(QUICK) <= places
+
+
+def test_every_play_can_be_made() -> None:
+    for play in PLAYS:
+        load = load_of(play.load)
+        assert load.workload.periods or load.workload.arrivals
+        assert play.arm in {*ARMS, BY_NEED}
+        assert play.shape == BEST or SplitShape.parse(play.shape).total in {9, 64}
+        assert 0 < play.end_s <= 3 * 3600.0
+
+
+def test_equal_plays_are_played_once() -> None:
+    assert len(set(plays_of(EVERY))) == len(list(plays_of(EVERY)))
+    # Tables 1 to 3 and §5.5's first row are of the same runs.
+    same = [EVERY[table, "CC (90)", Side.OURS] for table in ("Table 1", "Table 2", "Table 3")]
+    assert len({source.plays for source in (*same, EVERY["§5.5", "36 GPUs", Side.OURS])}) == 1
+
+
+def test_systems_that_adapt_begin_at_6p3d_and_warm_up_for_half_an_hour() -> None:
+    """§5.1."""
+    for load in STATIC_LOADS:
+        for side in (Side.OURS, Side.DYNAMO):
+            (play,) = EVERY["Table 3", load, side].plays
+            assert play.shape == "6P3D"
+            assert (HOUR.from_s, HOUR.to_s) == (1800.0, 5400.0)
+
+
+def test_loads_have_the_papers_concurrencies() -> None:
+    for name in STATIC_LOADS:
+        (period,) = load_of(name).workload.periods
+        per_agent = AGENTS_PER_CODING_AGENT if name.startswith("CC") else 1.0
+        assert list(period.agents.values()) == [round(per_agent * int(name.split("(")[1].rstrip(")")))]
+    for rate in RATES:
+        (arrivals,) = load_of(f"CC, {rate} agents/min").workload.arrivals
+        assert arrivals.per_min == ARRIVALS_PER_CODING_AGENT * float(rate)
+    assert [sum(period.agents.values()) for period in load_of("shift").workload.periods] == [288, 216, 144]
+    with pytest.raises(ValueError, match="no load is called"):
+        load_of("CC")
+
+
+def test_partitions_together_are_asked_nearly_the_same_at_any_time() -> None:
+    """§5.5: total demand nearly constant. Of three compositions each is at two or three of eight partitions."""
+    for number in range(3):
+        at_each = [load_of(f"partition {at}").workload.periods[number].agents for at in range(8)]
+        kinds = [tuple(sorted(kind.name for kind in agents)) for agents in at_each]
+        assert sorted(kinds.count(each) for each in set(kinds)) == [2, 3, 3]
+
+
+def test_bursts_are_spread_evenly_and_end_with_the_run() -> None:
+    at = [burst.at_s for burst in bursts(6.0, 5400.0)]
+    assert at == [300.0 + 600.0 * number for number in range(9)]
+    assert bursts(0.0, 5400.0) == ()
+
+
+def test_a_single_run_gives_its_stretch_and_the_switches_of_all_of_it() -> None:
+    values = of(HOUR)([outcome(5.0, "4P5D", (600.0, "5P4D"), (1200.0, "4P5D"))])
+    assert values[Metric.THROUGHPUT] == 5.0
+    assert values[Metric.SWITCHES] == 2.0
+    assert values[Metric.SWITCH_TIME] == 2.5
+    assert values[Metric.PREFILL_NODES] == 4.0
+
+
+def test_the_best_split_is_the_one_that_serves_most_in_a_search_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The runs of the search are shorter; what is kept is of a whole run."""
+    played: list[Play] = []
+
+    def perform_at_once(play: Play, machine: NodeConfig | None = None) -> Outcome:
+        if play.shape == BEST:
+            return performing_perform(play, machine)
+        played.append(play)
+        prefill = SplitShape.parse(play.shape).prefill
+        served = {each.name: {Metric.THROUGHPUT: 10.0 - abs(prefill - 3)} for each in play.stretches}
+        return Outcome(served, play.shape, requests=1)
+
+    performing_perform = performing.perform
+    monkeypatch.setattr(performing, "perform", perform_at_once)
+    best = performing.perform(Play("CC (90)", SGLANG, BEST, (HOUR,)))
+    assert best.final_shape == "3P6D"
+    assert list(best.stretches) == [HOUR.name]
+    assert list(best.searched) == [f"{prefill}P{9 - prefill}D" for prefill in range(1, 9)]
+    assert max(best.searched.values()) == best.searched["3P6D"]
+    assert best.requests == len(played) == 9
+    assert all(play.end_s < HOUR.to_s for play in played[:-1])
+
+
+def test_a_spread_is_from_the_least_to_the_greatest() -> None:
+    runs = [outcome(5.0, e2e_s=e2e_s) for e2e_s in (10.0, 10.2, 9.8)]
+    assert spread_of(HOUR, Metric.E2E_MEAN)(runs) == {Metric.SPREAD: pytest.approx(100.0 * (10.2 / 9.8 - 1.0))}
+
+
+def test_partitions_serve_together_and_the_widest_move_counts() -> None:
+    runs = [outcome(5.0, "4P5D", (600.0, "7P2D"), (1200.0, "4P5D")), outcome(3.0, "5P4D")]
+    assert sum_of(HOUR)(runs) == {Metric.THROUGHPUT: 8.0, Metric.SPREAD: pytest.approx(100.0 * 3 / 9)}
+
+
+def test_quick_mode_keeps_the_parts_of_a_run() -> None:
+    play = Play("CC (90)", SGLANG, "4P5D", (Stretch("hour", 1800.0, 5400.0),))
+    (stretch,) = shortened(play, 0.5).stretches
+    assert (stretch.from_s, stretch.to_s) == (900.0, 2700.0)
+    assert replace(shortened(play, 0.5), stretches=play.stretches) == play
+
+
+def test_outcomes_survive_json() -> None:
+    before = replace(outcome(5.0, "4P5D", (600.0, "4P5D")), windows=(1.0, 2.0), requests=3, wall_s=4.0)
+    before = replace(before, stretches={"hour": {Metric.THROUGHPUT: 5.0}})
+    assert Outcome.from_json(json.loads(json.dumps(before.as_json()))) == before
+    nothing = replace(before, stretches={"hour": {Metric.TTFT_MEAN: math.nan}})
+    read = Outcome.from_json(json.loads(json.dumps(nothing.as_json())))
+    assert math.isnan(read.stretches["hour"][Metric.TTFT_MEAN])
+
+
+def test_the_fit_finds_the_factor_that_gives_the_papers_number() -> None:
+    found = fit(lambda factor: 5.0 / (0.4 + 0.6 * factor), 4.0)
+    assert found.factor == pytest.approx((5.0 / 4.0 - 0.4) / 0.6, rel=0.01)
+    assert abs(found.residual) < 0.005
+    assert -1.0 < found.slope < 0.0
+
+
+def test_each_fitted_number_has_its_run_of_static_sglang() -> None:
+    assert [(each.figure.table, each.figure.row, each.figure.side, each.figure.metric) for each in TARGETS] == sorted(
+        FITTED
+    )
+    for each in TARGETS:
+        plays = EVERY[each.figure.table, each.figure.row, each.figure.side].plays
+        assert {(play.load, play.arm) for play in plays} == {(each.load, SGLANG)}
+    assert calibration.TARGETS[0].assumed.prefill.c1_s > 0
+
+
+def test_a_table_that_is_not_known_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no table named Table 9; there are: .*Table 8"):
+        make_paper(tmp_path, quick=True, processes=1, only=["Table 9"])
+
+
+def test_one_table_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(making, "QUICK_SHARE", 0.01)
+    result = make_paper(tmp_path, quick=True, processes=2, only=["Table 8"])
+    assert {row.table for row in result.rows} == {"Table 8"}
+    assert {row.metric for row in result.rows} >= {"throughput_ours", "ratio_throughput_ours_best_static"}
+    assert len(json.loads(result.tables.read_text())) == len(result.rows)
+    text = result.report.read_text()
+    assert "Quick mode" in text
+    assert (tmp_path / "ratios.png").stat().st_size > 0
+    assert len(json.loads((tmp_path / "runs.json").read_text())["runs"]) == 2
