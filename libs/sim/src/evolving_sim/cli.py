@@ -6,6 +6,7 @@ import os
 import signal
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
@@ -242,6 +243,8 @@ def _telling() -> Iterator[None]:
         yield
     except ScenarioError as error:
         _fail(str(error))
+    except BrokenProcessPool:
+        _fail("a run's process was ended from outside, for want of memory perhaps: try fewer --processes")
 
 
 @contextmanager
