@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -20,6 +21,7 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",  # the eviction order is ours
+    "SGLANG_EXTERNAL_MODEL_PACKAGE": "evolving_node_agent.engines.sglang.host.served",  # one model, not all there are
 }
 _FLAGS_CPU = (
     "--device=cpu",
@@ -62,12 +64,29 @@ def arguments(config: SglangConfig, cuda: bool) -> list[str]:
 
 def build_scheduler(config: SglangConfig, inbox: Inbox) -> Any:
     """Load SGLang with our plugin and construct its scheduler, model and pools. Takes seconds to minutes."""
+    # The hundreds of thousands of objects of these modules stay: no use in looking through them again and again.
+    gc.disable()
+    upstream = _import_sglang(config, inbox)
+    gc.freeze()
+    gc.enable()
+    import torch
+    from sglang.srt.server_args import PortArgs, prepare_server_args
+
+    server_args = prepare_server_args(arguments(config, torch.cuda.is_available()))
+    port_args = PortArgs.init_new(server_args)
+    world_rank = upstream.spawn_world_rank(server_args, tp_rank=0, pp_rank=0)
+    ranks = upstream.SpawnRanks(world_rank=world_rank, dp_rank=None, gpu_id=0)
+    upstream.publish(server_args, role="scheduler", ranks=ranks)
+    return upstream.Scheduler(server_args, port_args)
+
+
+def _import_sglang(config: SglangConfig, inbox: Inbox) -> Any:
+    """SGLang's scheduler module, with our plugin in place."""
     import torch
 
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    cuda = torch.cuda.is_available()
-    if not cuda:
+    if not torch.cuda.is_available():
         from . import cpu
 
         cpu.install()
@@ -77,15 +96,9 @@ def build_scheduler(config: SglangConfig, inbox: Inbox) -> Any:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    from sglang.srt.managers import scheduler as upstream
-    from sglang.srt.server_args import PortArgs, prepare_server_args
+    from sglang.srt.managers import scheduler
 
-    server_args = prepare_server_args(arguments(config, cuda))
-    port_args = PortArgs.init_new(server_args)
-    world_rank = upstream.spawn_world_rank(server_args, tp_rank=0, pp_rank=0)
-    ranks = upstream.SpawnRanks(world_rank=world_rank, dp_rank=None, gpu_id=0)
-    upstream.publish(server_args, role="scheduler", ranks=ranks)
-    return upstream.Scheduler(server_args, port_args)
+    return scheduler
 
 
 def open_transport(config: SglangConfig, secret: bytes) -> Transport:

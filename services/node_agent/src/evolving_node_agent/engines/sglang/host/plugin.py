@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from evolving_node_agent.engines.sglang.config import SglangConfig
 
 from .inbox import Inbox
@@ -12,6 +14,11 @@ _active: list[tuple[SglangConfig, Inbox]] = []
 def activate(config: SglangConfig, inbox: Inbox) -> None:
     """Say, before plugins are loaded, that this process is an engine."""
     _active.append((config, inbox))
+
+
+def served_model() -> Path:
+    """The directory of the model this engine serves."""
+    return Path(_active[-1][0].model_path)
 
 
 def register() -> None:
