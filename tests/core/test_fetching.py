@@ -102,7 +102,7 @@ def test_it_says_when_bandwidth_frees_a_turn() -> None:
     assert turns.grant(13.0) == ["b"]
 
 
-@pytest.mark.parametrize("values", [{"readers": 0}, {"chunk_blocks": 0}, {"bytes_per_s": 0.0}])
+@pytest.mark.parametrize("values", [{"readers": 0}, {"chunk_blocks": 0}, {"bytes_per_s": 0.0}, {"suspect_s": -1.0}])
 def test_bounds_out_of_range_are_refused(values: dict[str, float]) -> None:
     """A bound of nothing would hold every fetch for ever."""
     with pytest.raises(ValueError, match="must be"):

@@ -87,12 +87,15 @@ class FetchConfig:
     readers: int = 4  # reads under way at once
     chunk_blocks: int = 32  # most blocks of one read; readers × chunk_blocks host pages are buffers at most
     bytes_per_s: float = math.inf  # what all reads together may bring
+    suspect_s: float = 10.0  # a peer whose read failed is not asked again for this long
 
     def __post_init__(self) -> None:
         if self.readers < 1 or self.chunk_blocks < 1:
             raise ValueError(f"readers and chunk_blocks must be at least 1, got {self.readers}, {self.chunk_blocks}")
         if not self.bytes_per_s > 0:
             raise ValueError(f"bytes_per_s must be positive, got {self.bytes_per_s}")
+        if not self.suspect_s >= 0:
+            raise ValueError(f"suspect_s must not be negative, got {self.suspect_s}")
 
 
 @dataclass(frozen=True, slots=True)

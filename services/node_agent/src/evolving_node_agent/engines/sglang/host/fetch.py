@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _CHUNK_S = 4.0  # longest that finding and reading one chunk may take
-_SUSPECT_S = 10.0  # a peer whose read failed is not asked again for this long
 _WORD_BYTES = 8
 
 
@@ -95,6 +94,7 @@ class Fetcher:
         self._chunk_blocks = config.chunk_blocks
         self._block_tokens = block_tokens
         self._turns = ReadTurns(config, SystemClock())
+        self._suspect_s = config.suspect_s
         self._suspects: dict[str, float] = {}  # incarnation -> until when
         self._coming: dict[bytes, asyncio.Event] = {}  # first block of each chunk being read -> set at its end
 
@@ -251,7 +251,7 @@ class Fetcher:
     def _suspect(self, incarnation: str) -> None:
         now_s = time.monotonic()
         self._suspects = {name: until_s for name, until_s in self._suspects.items() if until_s > now_s}
-        self._suspects[incarnation] = now_s + _SUSPECT_S
+        self._suspects[incarnation] = now_s + self._suspect_s
 
 
 def _pairs(pages: list[int], places: list[Place]) -> list[tuple[int, int]]:
