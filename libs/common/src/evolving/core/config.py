@@ -95,7 +95,7 @@ class FetchConfig:
         if not self.bytes_per_s > 0:
             raise ValueError(f"bytes_per_s must be positive, got {self.bytes_per_s}")
         if not self.suspect_s >= 0:
-            raise ValueError(f"suspect_s must not be negative, got {self.suspect_s}")
+            raise ValueError(f"suspect_s must be at least 0, got {self.suspect_s}")
 
 
 @dataclass(frozen=True, slots=True)
