@@ -8,11 +8,12 @@ a stretch of them is told by whose it is and where it begins and ends.
 
 from __future__ import annotations
 
-import hashlib
 import heapq
+import itertools
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from evolving.core.terms import NAME_BYTES
 from evolving_sim.traces import BlockIds, TraceRequest, TraceSession, branch_steps
@@ -58,7 +59,7 @@ class BlockContents:
                 f"the trace has blocks of {self.trace_block_tokens} tokens: block_tokens must divide them, "
                 f"{self.block_tokens} does not"
             )
-        self.root = hashlib.blake2b(self.scope.encode(), digest_size=NAME_BYTES).digest()
+        self.root = blake2b(self.scope.encode(), digest_size=NAME_BYTES).digest()
 
 
 def recorded_output(request: TraceRequest) -> int:
@@ -124,8 +125,9 @@ class _Agent:
         rest = self.names[shared_ids * per_id :]  # of the last context; this one may go on with some of it
         new: list[bytes] = []
         name = self.names[shared_ids * per_id - 1] if shared_ids else self.contents.root
-        for key in self._keys(ids[shared_ids:].tolist(), after, blocks - len(ids) * per_id):
-            name = hashlib.blake2b(name + key, digest_size=NAME_BYTES).digest()
+        keys = self._id_keys(ids[shared_ids:].tolist())
+        for key in (*keys, *_keys(after, size, blocks - len(ids) * per_id)):
+            name = blake2b(name + key, digest_size=NAME_BYTES).digest()
             new.append(name)
         common = next((at for at, (one, two) in enumerate(zip(rest, new, strict=False)) if one != two), None)
         common = min(len(rest), len(new)) if common is None else common
@@ -135,16 +137,13 @@ class _Agent:
         self.names += new[common:]
         return self.names, blocks, shared
 
-    def _keys(self, ids: Sequence[int], after: Stretches, after_blocks: int) -> Iterator[bytes]:
-        """What each block's tokens are: of some ids, and of what follows the last of them."""
+    def _id_keys(self, ids: Sequence[int]) -> Iterable[bytes]:
+        """What the tokens are of each block of some ids."""
         known, size, whole = self.contents.known, self.contents.block_tokens, self.contents.trace_block_tokens
-        for block_id in ids:
-            tokens = known[block_id] or ((block_id, 0, whole),)
-            if whole == size:
-                yield _key(tokens)
-            else:
-                yield from _keys(tokens, size, whole // size)
-        yield from _keys(after, size, after_blocks)
+        if size == whole:
+            return [_key(known[block_id]) if known[block_id] else _pack(block_id, 0, whole) for block_id in ids]
+        tokens = (known[block_id] or ((block_id, 0, whole),) for block_id in ids)
+        return itertools.chain.from_iterable(_keys(each, size, whole // size) for each in tokens)
 
     def _read(self, request: TraceRequest, shared_ids: int, number: int) -> Stretches:
         """Learn the ids that are new in a prompt. Returns what follows its last full block."""
