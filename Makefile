@@ -96,6 +96,12 @@ bench-split: .venv/.ready ## whether the planner finds the split that serves mos
 paper: .venv/.ready ## the paper's tables beside simulated ones (an hour on two cores; ARGS=--quick: two minutes), into build/paper
 	@$(BIN)/evolving-sim paper $(ARGS)
 
+bench-fidelity: .venv/.ready ## one trace on the live mock cluster and simulated, request beside request: TRACE=FILE [QUICK=1], into build/bench-fidelity.json
+	@$(BIN)/python tests/bench/bench_fidelity.py --trace $(TRACE) $(if $(QUICK),--quick)
+
+bench-sim: .venv/.ready ## how fast the simulator is, beside Dynamo's replay and at 3,072 GPUs: TRACE=FILE [QUICK=1], into build/bench-sim.json
+	@$(BIN)/python tests/bench/bench_sim.py --trace $(TRACE) $(if $(QUICK),--quick)
+
 images: ## build the four images, evolving-<service>:dev
 	@$(foreach service,$(SERVICES),docker build -f services/$(service)/Dockerfile -t evolving-$(subst _,-,$(service)):dev . &&) true
 

@@ -90,7 +90,7 @@ def policy_sessions(trace: Sequence[TraceSession], plan: Plan) -> list[TraceSess
 def fetch_sessions(trace: Sequence[TraceSession], plan: Plan) -> list[TraceSession]:
     """The first sessions that begin small and have little idle time, cut to their first requests."""
     small = (each for each in trace if each.agents[0].requests[0].input_tokens <= plan.fetch_first_tokens)
-    cut = [_cut(session, plan.fetch_requests) for session in small if _fits(session, plan)]
+    cut = [cut_session(session, plan.fetch_requests) for session in small if _fits(session, plan)]
     return [session for session in cut if session.duration_s <= plan.fetch_span_s][: plan.fetch_sessions]
 
 
@@ -98,7 +98,8 @@ def _fits(session: TraceSession, plan: Plan) -> bool:
     return session.duration_s <= plan.session_hours * 3600 and session.longest_prompt_tokens <= plan.prompt_tokens
 
 
-def _cut(session: TraceSession, requests: int) -> TraceSession:
+def cut_session(session: TraceSession, requests: int) -> TraceSession:
+    """Its main agent's first requests, and the sub-agents that these start."""
     main = replace(session.agents[0], requests=session.agents[0].requests[:requests])
     agents: list[TraceAgent] = [main]
     agents += [agent for agent in session.agents[1:] if agent.starts_after < len(main.requests)]
