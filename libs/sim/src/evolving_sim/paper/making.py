@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from evolving_sim.paper.charts import draw
 from evolving_sim.paper.compare import Measured, Place, Row, compare
@@ -72,7 +74,16 @@ def _write(
     charts = draw(rows, outcomes, variants, output)
     write_tables(rows, output / "tables.json")
     write_report(rows, checks, charts, output / "report.md", notes=notes)
+    _show(checks, output / "report.md")
     return PaperResult(rows, checks, output / "report.md", output / "tables.json", wall_s)
+
+
+def _show(checks: Sequence[Check], report: Path) -> None:
+    table = Table("", "claim", "", "found (simulated)", title="What bears out")
+    words = {True: "yes", False: "no", None: "not played"}
+    for check in checks:
+        table.add_row(str(check.criterion), check.claim, words[check.met], check.found)
+    Console().print(table, f"{report}, with tables.json, runs.json and charts beside it", sep="\n")
 
 
 def _wanted(*, quick: bool, only: Sequence[str]) -> dict[Place, Source]:
