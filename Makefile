@@ -1,7 +1,7 @@
 # The commands of the project; `make help` lists them. Everything they need, they install into .venv.
 .DEFAULT_GOAL := help
 .PHONY: help setup model demo up down status logs lint test bench-flip bench-switch bench-directory bench-begin \
-  bench-engine bench-kv bench-fit bench-split paper images gen pin proto-baseline clean
+  bench-engine bench-kv bench-fit bench-split bench-fidelity bench-sim paper images gen pin proto-baseline clean
 
 PYTHON ?= python3
 BIN := .venv/bin
