@@ -80,13 +80,14 @@ async def run_gateway(service: Service[GatewaySettings], store: Store) -> None:
         "evolving.v1.GatewayService",
     )
     service.ready.require("nodes")
-    cluster.on_change(lambda _: _tell_nodes(service, cluster))
+    cluster.on_change(lambda: _tell_nodes(service, cluster))
     try:
         await service.start()
         for name, loop in {
             "nodes": cluster.watch_nodes(),
             "split": cluster.watch_split(),
             "stale split": cluster.refresh_split(),
+            "newcomers": cluster.tell_newcomers(),
             "directory": directory.follow(store),
             "planner": follow_leader(store, keys, "planner", planner.go_to),
         }.items():

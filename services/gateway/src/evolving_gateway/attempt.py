@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import grpc.aio
 
 from evolving.core.blocks import TOKEN_BYTES
 from evolving.core.decode_routing import DecodeDecision
-from evolving.core.routing import Context, exceeds_quote
+from evolving.core.routing import Context, PrefillScore, exceeds_quote
 from evolving.core.terms import Role
 from evolving.internal.v1 import node_agent_pb2
 from evolving.runtime.log import get_logger
@@ -35,10 +35,11 @@ from evolving_gateway.leg_events import (
     Queued,
     Requoted,
     RoleSwitched,
+    SoonerElsewhere,
 )
 from evolving_gateway.metrics import GatewayMetrics
 from evolving_gateway.node import Arriving, DecodeArriving, Node
-from evolving_gateway.nodes import Change, Cluster
+from evolving_gateway.nodes import Cluster, Newcomers
 from evolving_gateway.plan import Job, Plan, Report
 from evolving_gateway.router import Router
 from evolving_gateway.token_ids import ids_from_node, to_wire
@@ -84,8 +85,9 @@ class Attempt:
         self._prefilled = False
         self._landed = False
         self._finished = False
-        self._promised: tuple[float, float] | None = None  # when P said, and after how many seconds it is prefilled
-        self._reserved_at: Node | None = None  # who prefills it next
+        self._queued = False
+        self._due_s = cluster.now_s() + plan.score.ttft_s  # when P has it prefilled: as predicted, then as P said
+        self._reserved_at: Node | None = None  # the node that it leaves P's queue for
         self._held: list[AttemptEvent] = []  # of the decode leg, until the first token is known
         self._decoding: _DecodeLeg | None = None
         self._decode_legs = 0
@@ -94,9 +96,10 @@ class Attempt:
         self.report = Report()
 
     async def run(self) -> AsyncGenerator[AttemptEvent, None]:
-        """Queued, tokens, Ended. Raises Requoted, RoleSwitched or LegFailed."""
+        """Queued, tokens, Ended. Raises Requoted, RoleSwitched, SoonerElsewhere or LegFailed."""
         stop_listening = self._cluster.on_change(self._check_role)
-        self._start(self._plan.node, self._prefill())
+        stop_waiting = self._cluster.on_newcomers(self._check_newcomers)
+        self._start_prefill()
         try:
             while True:
                 event = await self._events.get()
@@ -107,6 +110,7 @@ class Attempt:
                     return
         finally:
             stop_listening()
+            stop_waiting()
             await end_tasks(*self._tasks)
             if self._reserved_at is not None:
                 self._reserved_at.arriving.pop(self._prefill_leg, None)
@@ -131,39 +135,56 @@ class Attempt:
         elif isinstance(error := task.exception(), Exception):
             self._events.interrupt(error)
 
-    def _check_role(self, change: Change) -> None:
-        """A request in P's queue, or on its way there, leaves when P no longer prefills, if another node does, or when
-        another begins to and is sooner; one that waits for room in D, when D no longer decodes, or another begins."""
+    def _check_role(self) -> None:
+        """A request in P's queue, or on its way there, leaves when P no longer prefills, if another node does; one that
+        waits for room in D, when D no longer decodes."""
         if self._taken:
-            self._check_decode_role(change)
-        elif self._cluster.serves(self._plan.node, Role.PREFILL):
-            if change.prefill and self._reserved_at is None:
-                self._check_sooner(change)
-        elif any(
-            self._cluster.serves(node, Role.PREFILL) and node.ready for node in self._router.serving(self._job.model)
-        ):
+            self._check_decode_role()
+            return
+        if self._cluster.serves(self._plan.node, Role.PREFILL):
+            return
+        if any(self._router.serving(self._job.model, self._cluster.serving(Role.PREFILL))):
             self._events.interrupt(RoleSwitched())
 
-    def _check_sooner(self, change: Change) -> None:
-        """Leave P's queue for a node that prefills from now on, where that is much sooner, as for a requote.
+    def _check_newcomers(self, newcomers: Newcomers) -> None:
+        """One that waits is let go to a node that gets the phase it waits for."""
+        if self._taken:
+            self._check_room(newcomers)
+        elif newcomers.prefill and self._reserved_at is None and self._cluster.serves(self._plan.node, Role.PREFILL):
+            self._check_sooner(newcomers)
 
-        Those that came first are asked first, so both queues keep their order, and share the work evenly.
+    def _check_sooner(self, newcomers: Newcomers) -> None:
+        """Leave P's queue for a node that prefills from now on, where equation 7 is much less, as for a requote.
+
+        Those that came first are asked first, so both queues keep their order, and share the work evenly. Whose
+        turn is after one that leaves is sooner where it is.
         """
-        if self._promised is None:
+        plan, node = self._plan, self._plan.node
+        relieved_s, waits_s = newcomers.relieved_s.get(node.node_id, 0.0), newcomers.waits_s
+        self._due_s -= relieved_s
+        left_s = self._due_s - self._cluster.now_s()
+        if self._queued:
+            left_s = min(left_s, node.wait_s)  # until the whole queue is done, by the node's newest word
+        stay_s = left_s + plan.score.duplicate_s
+        others = (newcomers.prefill & self._cluster.serving(Role.PREFILL)) - {node.node_id}
+        near = [node_id for node_id in others if exceeds_quote(stay_s, waits_s.get(node_id, 0.0))]
+        if not near:
             return
-        plan, model, node_id = self._plan, self._job.model, self._plan.node.node_id
-        said_s, wait_s = self._promised
-        left_s = wait_s - (self._cluster.now_s() - said_s) - change.relieved_s.get(node_id, 0.0)
-        others, context = change.prefill - {node_id}, self._context(plan.match.pool_blocks)
-        score = self._router.prefill_at(model, context, plan.match, plan.excluded_prefill, others)
-        if score is None or not exceeds_quote(left_s, score.ttft_s):
+        context = self._context(plan.match.pool_blocks)
+        decision = self._router.prefill_at(self._job.model, context, plan.match, plan.excluded_prefill, near)
+        waits_s.update({score.node_id: score.wait_s for score in decision.candidates if score.eligible})
+        if decision.chosen is None or not exceeds_quote(stay_s, decision.chosen.total_s):
             return
-        assert score.work is not None
-        change.relieved_s[node_id] = change.relieved_s.get(node_id, 0.0) + plan.score.service_s
-        self._reserved_at = self._cluster.nodes[score.node_id]
-        fetched_tokens = score.fetched_blocks * model.block_tokens
-        self._reserved_at.arriving[self._prefill_leg] = Arriving(score.work, fetched_tokens)
-        self._events.interrupt(RoleSwitched())
+        newcomers.relieved_s[node.node_id] = relieved_s + plan.score.service_s
+        self._reserved_at = self._cluster.nodes[decision.chosen.node_id]
+        self._announce(self._reserved_at, decision.chosen)
+        self._events.interrupt(SoonerElsewhere(decision))
+
+    def _announce(self, node: Node, score: PrefillScore) -> None:
+        """Let the prefill leg count at a node before the node's own word covers it."""
+        assert score.work is not None, "it was eligible"
+        fetched_tokens = score.fetched_blocks * self._job.model.block_tokens
+        node.arriving[self._prefill_leg] = Arriving(score.work, fetched_tokens)
 
     def _context(self, pool_blocks: int = 0) -> Context:
         job, plan = self._job, self._plan
@@ -177,10 +198,14 @@ class Attempt:
 
     # -- prefill
 
+    def _start_prefill(self) -> None:
+        node = self._plan.node
+        self._announce(node, self._plan.score)
+        task = self._start(node, self._prefill())
+        task.add_done_callback(lambda _: node.arriving.pop(self._prefill_leg, None))
+
     async def _prefill(self) -> None:
-        node, leg, score = self._plan.node, self._prefill_leg, self._plan.score
-        assert score.work is not None
-        node.arriving[leg] = Arriving(score.work, score.fetched_blocks * self._job.model.block_tokens)
+        node = self._plan.node
         call = node.stub.Prefill(self._prefill_request(), timeout=self._plan.timeout_s)
         try:
             async for response in call:
@@ -191,7 +216,6 @@ class Attempt:
             await self._prefill_broke(error)
         finally:
             call.cancel()
-            node.arriving.pop(leg, None)
 
     def _prefill_request(self) -> node_agent_pb2.PrefillRequest:
         job, plan = self._job, self._plan
@@ -221,7 +245,8 @@ class Attempt:
         node.acknowledge(self._prefill_leg, response.wait_s)
         match response.WhichOneof("event"):
             case "queued":
-                self._promised = self._cluster.now_s(), response.wait_s  # which is W_n of a leg behind this one
+                self._queued = True
+                self._due_s = self._cluster.now_s() + response.wait_s  # which is W_n of a leg behind this one
                 await self._events.put(Queued())
             case "requote":
                 await self._events.put(Requoted())
@@ -268,9 +293,9 @@ class Attempt:
         else:
             self._start_decode(decision)
 
-    def _choose_decode(self) -> DecodeDecision:
-        plan = self._plan
-        return self._router.decode(self._job.model, self._context(), plan.match, plan.node.node_id, self._avoid_decode)
+    def _choose_decode(self, among: Collection[str] | None = None) -> DecodeDecision:
+        plan, model = self._plan, self._job.model
+        return self._router.decode(model, self._context(), plan.match, plan.node.node_id, self._avoid_decode, among)
 
     def _start_decode(self, decision: DecodeDecision) -> None:
         """Send a decode leg to the node that was chosen. What the prefill leg holds goes to whichever leg reserves."""
@@ -319,18 +344,22 @@ class Attempt:
 
     # -- leaving a decode node
 
-    def _check_decode_role(self, change: Change) -> None:
+    def _check_decode_role(self) -> None:
         leg = self._decoding
-        if leg is None or not leg.waits:
+        if leg is not None and leg.waits and not self._cluster.serves(leg.node, Role.DECODE):
+            self._reroute_decode(leg, self._cluster.serving(Role.DECODE))
+
+    def _check_room(self, newcomers: Newcomers) -> None:
+        """Leave a full D for a node that decodes from now on, where it would not wait."""
+        leg, nodes = self._decoding, self._cluster.nodes
+        if leg is None or not leg.waits or not newcomers.decode or not leg.node.full:
             return
-        stays = self._cluster.serves(leg.node, Role.DECODE)
-        if stays and not (change.decode and leg.node.full):
-            return
-        decision = self._choose_decode()
-        chosen = decision.chosen
-        if chosen is None or not self._cluster.serves(self._cluster.nodes[chosen.node_id], Role.DECODE):
-            return
-        if not stays or (chosen.node_id in change.decode and chosen.slots_free):
+        others = (newcomers.decode & self._cluster.serving(Role.DECODE)) - {leg.node.node_id}
+        self._reroute_decode(leg, {each for each in others if nodes[each].has_room(leg.arriving.context_tokens)})
+
+    def _reroute_decode(self, leg: _DecodeLeg, others: Collection[str]) -> None:
+        decision = self._choose_decode(others) if others else None
+        if decision is not None and decision.chosen is not None:
             self._metrics.reroutes.inc()
             self._leave(leg, RoleSwitched(), decision)
 
@@ -340,6 +369,7 @@ class Attempt:
         reason = why.reason if isinstance(why, LegFailed) else "role switched"
         _log.info("left_decode_node", node_id=leg.node.node_id, reason=reason)
         leg.left = True
+        leg.node.decode_arriving.pop(leg.leg_id, None)
         self._why_left = why
         self._left.add(leg.task)
         if leg.task is not asyncio.current_task():

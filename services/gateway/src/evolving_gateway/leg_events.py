@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from evolving.core.routing import PrefillDecision
 from evolving.v1 import gateway_pb2
 
 _EVENTS_MAX = 256  # beyond that a slow client slows the engine's stream, by HTTP/2 flow control
@@ -40,8 +41,17 @@ class Requoted(Exception):
 
 
 class RoleSwitched(Exception):
-    """P got another role while the request was queued there, or another node got P's, where it is done sooner; or D
-    did, and the computed KV was lost in leaving D."""
+    """P got another role while the request was queued there; or D did, or another node got its phase, and the computed
+    KV was lost in leaving D."""
+
+
+class SoonerElsewhere(Exception):
+    """While the request was queued at P another node got its phase, where it is prefilled much sooner."""
+
+    def __init__(self, decision: PrefillDecision) -> None:
+        """decision: for that node."""
+        super().__init__(decision.reason)
+        self.decision = decision
 
 
 class LegFailed(Exception):
@@ -59,7 +69,7 @@ class LegFailed(Exception):
 
 
 class LegEvents:
-    """From both legs to the attempt; a role switch, or a bug, goes before what is queued."""
+    """From both legs to the attempt; a change of roles, or a bug, goes before what is queued."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[AttemptEvent | Exception | None] = asyncio.Queue(_EVENTS_MAX)

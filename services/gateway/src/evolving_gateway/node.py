@@ -102,6 +102,10 @@ class Node:
         """Another leg would have to wait for a slot or for memory before it decodes."""
         return self.status.decode_slots_free == 0 or self.decode_memory_tokens < 0
 
+    def has_room(self, context_tokens: int) -> bool:
+        """A decode leg of so many tokens would get a slot and memory at once."""
+        return self.slots_free > 0 and (self.decode_memory_tokens >= context_tokens or not self.decoding)
+
     @property
     def unacknowledged(self) -> tuple[PrefillWork, ...]:
         """Prefill legs that W_n does not cover."""

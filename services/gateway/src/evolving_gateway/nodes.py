@@ -27,12 +27,16 @@ _log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """Of nodes or roles, told to each who listens, in turn."""
+class Newcomers:
+    """Nodes that serve a phase from now on, told to each request that waits, in turn.
 
-    prefill: frozenset[str]  # nodes that serve the phase from now on
+    What those told so far made of it is noted here.
+    """
+
+    prefill: frozenset[str]
     decode: frozenset[str]
-    relieved_s: dict[str, float] = field(default_factory=dict)  # work that left a prefill node, by those told so far
+    relieved_s: dict[str, float] = field(default_factory=dict)  # by node: work that left its queue
+    waits_s: dict[str, float] = field(default_factory=dict)  # by newcomer: W_n as last reckoned, which grows
 
 
 class Cluster:
@@ -56,8 +60,11 @@ class Cluster:
         self._token = token
         self._max_message_bytes = max_message_bytes
         self._silence_s = silence_s
-        self._listeners: dict[Callable[[Change], None], None] = {}  # in order
+        self._listeners: set[Callable[[], None]] = set()
+        self._waiting: dict[Callable[[Newcomers], None], None] = {}  # in the order in which they came
         self._serving: dict[Role, frozenset[str]] = {Role.PREFILL: frozenset(), Role.DECODE: frozenset()}
+        self._came: dict[Role, set[str]] = {Role.PREFILL: set(), Role.DECODE: set()}  # not told yet
+        self._somebody_came = asyncio.Event()
         self._split = Split(epoch=0, roles={}, reason="none yet", author="", written_at_s=0.0)
         self._seen_epoch = 0
         self._stale = asyncio.Event()
@@ -83,6 +90,10 @@ class Cluster:
         """Whether requests are sent there for a phase while nodes have it."""
         return self.role(node) in (phase, Role.MIXED)
 
+    def serving(self, phase: Role) -> frozenset[str]:
+        """Nodes that are ready and serve a phase."""
+        return self._serving[phase]
+
     def now_s(self) -> float:
         """Of the gateway's clock."""
         return self._clock.now_s()
@@ -93,20 +104,25 @@ class Cluster:
             self._seen_epoch = epoch
             self._stale.set()
 
-    def on_change(self, listener: Callable[[Change], None]) -> Callable[[], None]:
-        """Call `listener` after each change of nodes or roles, those that came first before others; the returned
-        function ends that."""
-        self._listeners[listener] = None
+    def on_change(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call `listener` after each change of nodes or roles; the returned function ends that."""
+        self._listeners.add(listener)
+        return lambda: self._listeners.discard(listener)
+
+    def on_newcomers(self, listener: Callable[[Newcomers], None]) -> Callable[[], None]:
+        """Call `listener` for nodes that get a phase, after those that asked before it; the returned function ends
+        that."""
+        self._waiting[listener] = None
 
         def stop() -> None:
-            self._listeners.pop(listener, None)
+            self._waiting.pop(listener, None)
 
         return stop
 
     async def changed(self) -> None:
         """Wait for the next change."""
         event = asyncio.Event()
-        stop = self.on_change(lambda _: event.set())
+        stop = self.on_change(event.set)
         try:
             await event.wait()
         finally:
@@ -149,10 +165,27 @@ class Cluster:
             if current is not None:
                 self._adopt(current)
 
+    async def tell_newcomers(self) -> None:
+        """Tell who waits of nodes that get a phase, for ever.
+
+        Between any two of them other work of the gateway goes on: thousands may wait, and each looks for what it gains.
+        """
+        while True:
+            await self._somebody_came.wait()
+            self._somebody_came.clear()
+            newcomers = Newcomers(frozenset(self._came[Role.PREFILL]), frozenset(self._came[Role.DECODE]))
+            for came in self._came.values():
+                came.clear()
+            for listener in list(self._waiting):
+                if listener in self._waiting:
+                    listener(newcomers)
+                    await asyncio.sleep(0)
+
     async def close(self) -> None:
         """End all streams and channels."""
         nodes = [*self.nodes.values(), *self._retired]
         self.nodes.clear()
+        self._serving = dict.fromkeys(self._serving, frozenset())
         for node in nodes:
             await _end(node)
         await asyncio.gather(*self._closing)
@@ -250,10 +283,12 @@ class Cluster:
 
     def _notify(self) -> None:
         before, self._serving = self._serving, {phase: self._that_serve(phase) for phase in self._serving}
-        new = {phase: serving - before[phase] for phase, serving in self._serving.items()}
-        change = Change(new[Role.PREFILL], new[Role.DECODE])
+        for phase, serving in self._serving.items():
+            self._came[phase] |= serving - before[phase]
+        if any(self._came.values()):
+            self._somebody_came.set()
         for listener in list(self._listeners):
-            listener(change)
+            listener()
 
     def _that_serve(self, phase: Role) -> frozenset[str]:
         return frozenset(node_id for node_id, node in self.nodes.items() if node.ready and self.serves(node, phase))

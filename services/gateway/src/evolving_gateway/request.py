@@ -10,6 +10,7 @@ import grpc
 
 from evolving.core.blocks import TOKEN_BYTES, reusable_blocks, root_digest
 from evolving.core.routing import Context, PrefillDecision, PrefillScore
+from evolving.core.terms import Role
 from evolving.runtime.clock import Clock
 from evolving.runtime.errors import DeadlineExceeded
 from evolving.runtime.log import get_logger
@@ -19,7 +20,7 @@ from evolving_gateway.attempt import Attempt
 from evolving_gateway.beginning import Beginning
 from evolving_gateway.errors import DirectoryRefused, QueueFull, TooLongToMove
 from evolving_gateway.known import Claim
-from evolving_gateway.leg_events import Ended, LegFailed, NewTokens, Queued, Requoted, RoleSwitched
+from evolving_gateway.leg_events import Ended, LegFailed, NewTokens, Queued, Requoted, RoleSwitched, SoonerElsewhere
 from evolving_gateway.metrics import GatewayMetrics
 from evolving_gateway.nodes import Cluster
 from evolving_gateway.open_levels import OpenRequests
@@ -135,8 +136,9 @@ class Request:
 
     async def _attempts(self) -> AsyncGenerator[gateway_pb2.GenerateResponse, None]:
         """Attempt after attempt until the output is complete."""
+        elsewhere: PrefillDecision | None = None
         while True:
-            decision = self._route()
+            decision, elsewhere = elsewhere or self._route(), None
             if decision.chosen is None:
                 await self._pause(self._recovery.nowhere(self._desk.clock.now_s()))
                 continue
@@ -149,11 +151,12 @@ class Request:
                 self._requotes += 1
                 self._desk.metrics.requotes.inc()
             except RoleSwitched:
-                self._desk.metrics.reroutes.inc()
-                self._recovery.queued()
+                self._left_queue(decision.chosen.node_id, "role switched")
                 self._recovery.forgive()  # who had no place before may be where all of the phase go now
-                self._requotes = 0  # waits elsewhere grow by what leaves the node: no fault of the request's
-                _log.info("left_queue", node_id=decision.chosen.node_id, reason="role switched")
+            except SoonerElsewhere as error:
+                self._left_queue(decision.chosen.node_id, "sooner elsewhere")
+                if self._serves_still(error.decision):
+                    elsewhere = error.decision
             except LegFailed as error:
                 reason = self._over_already(stopped=False)
                 if reason:  # only the word that it ended was lost: no node would take a request with nothing left
@@ -161,6 +164,18 @@ class Request:
                         yield last
                     return
                 await self._recover(error)
+
+    def _left_queue(self, node_id: str, reason: str) -> None:
+        """Nodes or roles changed, and the request left its place for another one."""
+        self._desk.metrics.reroutes.inc()
+        self._recovery.queued()
+        self._requotes = 0  # waits elsewhere grow by what leaves the node: no fault of the request's
+        _log.info("left_queue", node_id=node_id, reason=reason)
+
+    def _serves_still(self, decision: PrefillDecision) -> bool:
+        """Whether the chosen node can be gone to as it was meant."""
+        assert decision.chosen is not None
+        return decision.chosen.node_id in self._desk.cluster.serving(Role.PREFILL)
 
     def _route(self) -> PrefillDecision:
         context = Context(
@@ -171,14 +186,12 @@ class Request:
         )
         decision = self._desk.router.prefill(self._model, context, self._match, self._recovery.avoid_prefill)
         self._reuse.pool_tokens = min(context.pool_tokens, self._prompt.length)
-        planned_tokens = decision.chosen.cached_tokens if decision.chosen is not None else 0
-        self._reuse.planned_tokens = min(planned_tokens, self._reuse.pool_tokens)
         return decision
 
     async def _attempt(
         self, decision: PrefillDecision, score: PrefillScore
     ) -> AsyncGenerator[gateway_pb2.GenerateResponse, None]:
-        """One attempt. Raises Requoted, RoleSwitched, LegFailed."""
+        """One attempt. Raises Requoted, RoleSwitched, SoonerElsewhere, LegFailed."""
         desk = self._desk
         attempt = Attempt(self._job(), self._plan(score), desk.cluster, desk.router, desk.metrics)
         self._desk.metrics.attempts.inc()
@@ -188,6 +201,7 @@ class Request:
             self._desk.open_requests.opened(now_s)
             self._desk.metrics.route.observe(now_s - self._begun_s)
         self._prefill_node_id, self._report = score.node_id, attempt.report
+        self._reuse.planned_tokens = min(score.cached_tokens, self._reuse.pool_tokens)
         _log.debug("routed", node_id=score.node_id, reason=decision.reason, candidates=decision.candidates)
         async with aclosing(attempt.run()) as events:
             async for event in events:

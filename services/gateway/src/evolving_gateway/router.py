@@ -80,13 +80,12 @@ class Router:
             raise UnknownModel(f"no node serves {wanted!r}; served: {', '.join(named)}")
         return max(fitting, key=lambda facts: (len(models[facts]), facts.kv_format))
 
-    def serving(self, model: ModelFacts) -> list[Node]:
-        """The nodes of a model that may exchange KV, whatever their state."""
-        return [
-            node
-            for node in self._cluster.nodes.values()
-            if node.registration.model == model.model and node.registration.kv_format == model.kv_format
-        ]
+    def serving(self, model: ModelFacts, among: Collection[str] | None = None) -> Iterator[Node]:
+        """The nodes of a model that may exchange KV, whatever their state. among: these ids alone; None: all."""
+        nodes = self._cluster.nodes
+        for node in nodes.values() if among is None else (nodes[node_id] for node_id in among):
+            if node.registration.model == model.model and node.registration.kv_format == model.kv_format:
+                yield node
 
     def prefill(
         self, model: ModelFacts, context: Context, match: directory_pb2.Match, excluded: Mapping[str, str]
@@ -104,12 +103,12 @@ class Router:
         context: Context,
         match: directory_pb2.Match,
         excluded: Mapping[str, str],
-        node_ids: Collection[str],
-    ) -> PrefillScore | None:
-        """The best of these nodes by equation 7; None: none of them can."""
+        among: Collection[str],
+    ) -> PrefillDecision:
+        """As `prefill`, over these nodes alone, and counted as no choice: the request may stay where it waits."""
         runs = self._readable(match)
-        nodes = (view for _, view in self._views(model, match, runs, excluded) if view.node_id in node_ids)
-        return choose_prefill(_with_spares(context, runs), nodes, self._config).chosen
+        nodes = (view for _, view in self._views(model, match, runs, excluded, among))
+        return choose_prefill(_with_spares(context, runs), nodes, self._config)
 
     def decode(
         self,
@@ -118,8 +117,9 @@ class Router:
         match: directory_pb2.Match,
         prefill_node_id: str,
         excluded: Mapping[str, str],
+        among: Collection[str] | None = None,
     ) -> DecodeDecision:
-        """The decode node of a context that was prefilled on `prefill_node_id`."""
+        """The decode node of a context that was prefilled on `prefill_node_id`. among: one of these; None: of all."""
         runs = self._readable(match)
         rate = self._fetch_tokens_per_s(model)
         nodes = (
@@ -132,7 +132,7 @@ class Router:
                 node.decode_coefficients,
                 prefilled_here=node.node_id == prefill_node_id,
             )
-            for node, view in self._views(model, match, runs, excluded)
+            for node, view in self._views(model, match, runs, excluded, among)
         )
         return choose_decode(_with_spares(context, runs), nodes, self._config)
 
@@ -155,11 +155,16 @@ class Router:
         ]
 
     def _views(
-        self, model: ModelFacts, match: directory_pb2.Match, runs: Sequence[HeldRun], excluded: Mapping[str, str]
+        self,
+        model: ModelFacts,
+        match: directory_pb2.Match,
+        runs: Sequence[HeldRun],
+        excluded: Mapping[str, str],
+        among: Collection[str] | None = None,
     ) -> Iterator[tuple[Node, NodeView]]:
         """The nodes of a model, and what is known of each and of what it holds of the context that `match` is of."""
         depths = {depth.node_id: depth for depth in match.nodes}
-        for node in self.serving(model):
+        for node in self.serving(model, among):
             depth = depths.get(node.node_id, directory_pb2.NodeMatch())
             yield (
                 node,
@@ -191,7 +196,9 @@ class Router:
 
     def _readable(self, match: directory_pb2.Match) -> list[HeldRun]:
         """Who holds which blocks, as far as they can be read now."""
-        live = {node.node_id for node in self._cluster.nodes.values() if node.ready}
+        nodes = self._cluster.nodes
+        named = {node_id for run in match.holders for node_id in run.node_ids}
+        live = {node_id for node_id in named if node_id in nodes and nodes[node_id].ready}
         return [
             HeldRun(run.first_block, run.blocks, tuple(node_id for node_id in run.node_ids if node_id in live))
             for run in match.holders
