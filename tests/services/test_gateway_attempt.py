@@ -16,9 +16,10 @@ from evolving.runtime.clock import SystemClock
 from evolving.runtime.keys import encode
 from evolving.runtime.memory_store import MemoryStore
 from evolving.runtime.metrics import Metrics
+from evolving.runtime.tasks import end_tasks
 from evolving.v1 import gateway_pb2
 from evolving_gateway.attempt import Attempt
-from evolving_gateway.leg_events import LegFailed, NewTokens, Queued
+from evolving_gateway.leg_events import LegFailed, NewTokens, Queued, SoonerElsewhere
 from evolving_gateway.metrics import GatewayMetrics
 from evolving_gateway.nodes import Cluster
 from evolving_gateway.plan import Job, Plan
@@ -110,3 +111,41 @@ async def test_a_decode_leg_that_ends_counts_no_more() -> None:
             scripted.script.take.set()
             await eventually(lambda: bool(cluster.nodes["n"].decode_arriving))
         assert not cluster.nodes["n"].decode_arriving
+
+
+async def test_a_prefill_leg_counts_from_the_start_on_and_no_more_when_it_is_over() -> None:
+    """Who is routed in the same moment knows of it, whether the leg has done its first step or not."""
+    async with attempt() as (it, cluster):
+        node, events = cluster.nodes["n"], it.run()
+        first = asyncio.create_task(anext(events))
+        await asyncio.sleep(0)
+        assert len(node.arriving) == 1
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        assert (len(node.arriving), node.legs) == (0, 0)
+
+
+@pytest.mark.parametrize("client_gone", [False, True])
+async def test_what_a_leg_reserves_at_the_node_it_leaves_for_ends_with_it(client_gone: bool) -> None:
+    scripted, other = ScriptedNode("n"), ScriptedNode("m")
+    scripted.script.leg_s = scripted.status.wait_s = 50.0
+    async with attempt(scripted) as (it, cluster), aclosing(it.run()) as events:
+        assert isinstance(await anext(events), Queued)
+        telling = asyncio.create_task(cluster.tell_newcomers())
+        await other.start()
+        try:
+            await cluster._store.put(KEYS.node("m"), encode(other.registration()))
+            await eventually(lambda: "m" in cluster.nodes and bool(cluster.nodes["m"].arriving))
+            if client_gone:
+                await events.aclose()
+            else:
+                with pytest.raises(SoonerElsewhere) as caught:
+                    await anext(events)
+                assert caught.value.decision.chosen is not None
+                assert caught.value.decision.chosen.node_id == "m"
+            assert not cluster.nodes["m"].arriving
+            assert not cluster.nodes["n"].arriving
+        finally:
+            await end_tasks(telling)
+            await other.die()
