@@ -20,8 +20,9 @@ from sim.answering import content, play
 from sim.naive_pool import main_agent, request, session, sessions
 from sim.small import HELPER, READER, WORKER, WRITER
 
-from evolving_sim.interleaving import Kind, interleave
-from evolving_sim.kinds import Agents
+from evolving_sim.interleaving import Kind as Happens
+from evolving_sim.interleaving import interleave
+from evolving_sim.kinds import Agents, Kind
 from evolving_sim.population import Arrivals, Burst, Period, Spacing, WorkloadConfig
 from evolving_sim.sessions import AgentKind
 from evolving_sim.trace_files import read_sessions
@@ -38,8 +39,10 @@ def closed(agents: Agents, **more: Any) -> WorkloadConfig:
     return WorkloadConfig((Period(0.0, agents),), **more)
 
 
+SOME: dict[Kind, int] = {WORKER: 6, CODING: 3}
+OTHERS: dict[Kind, int] = {WORKER: 2, WRITER: 4, CODING: 5}
 EVERYTHING = WorkloadConfig(
-    periods=(Period(0.0, {WORKER: 6, CODING: 3}), Period(150.0, {WORKER: 2, WRITER: 4, CODING: 5})),
+    periods=(Period(0.0, SOME), Period(150.0, OTHERS)),
     arrivals=(Arrivals(READER, per_min=3.0), Arrivals(HELPER, per_min=2.0, spacing=Spacing.EVEN, from_s=30.0)),
     bursts=(Burst(100.0, 5, HELPER),),
 )
@@ -200,7 +203,7 @@ def test_times_are_those_of_the_interleaving_where_answers_take_as_long(
     played = play(closed({kind: places}, begun=False, spread_s=0.0), 1e5, delays=1.0, block_tokens=4)
     sent_s = {request_.request_id: request_.sent_s for request_ in played.requests}
     for moment in interleave(recorded, places):
-        if moment.kind is Kind.REQUEST_BEGINS:
+        if moment.kind is Happens.REQUEST_BEGINS:
             name = kind.request_id(moment.session, moment.agent, moment.request)
             assert sent_s[name] == pytest.approx(moment.at_s)
 
@@ -269,6 +272,9 @@ def test_what_is_not_possible_is_refused() -> None:
     for wrong in ({"compression": 0.0}, {"think_s_max": -1.0}, {"output_scale": math.inf}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             replace(CODING, **wrong)  # type: ignore[arg-type]
+    chat = TraceKind("chat", MOONCAKE)
+    with pytest.raises(ValueError, match="nobody else's"):
+        closed({chat: 1}, recorded=(chat,))
     with pytest.raises(ValueError, match="per_min"):
         Arrivals(WORKER, 0.0)
     with pytest.raises(ValueError, match="until_s"):

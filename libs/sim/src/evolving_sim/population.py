@@ -86,6 +86,8 @@ class WorkloadConfig:
             if kinds.setdefault(kind.name, kind) != kind:
                 raise ValueError(f"two kinds of agents are called {kind.name!r}")
         for trace in self.recorded:
+            if sum(kind.name == trace.name for kind in self.kinds()) > 1:
+                raise ValueError(f"{trace.name}: a trace whose requests come when they did is nobody else's")
             if not all(session.open_loop for session in trace.sessions()):
                 raise ValueError(f"{trace.name}: this trace doesn't tell when its requests come; let its agents arrive")
 
