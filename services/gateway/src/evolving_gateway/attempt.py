@@ -9,7 +9,6 @@ stop text, a client that went away) cancels both streams, which ends both legs w
 from __future__ import annotations
 
 import asyncio
-import secrets
 import uuid
 from collections.abc import AsyncGenerator, Collection, Coroutine
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from evolving.core.blocks import TOKEN_BYTES
 from evolving.core.decode_routing import DecodeDecision
 from evolving.core.routing import Context, PrefillScore, exceeds_quote
 from evolving.core.terms import Role
@@ -37,12 +35,13 @@ from evolving_gateway.leg_events import (
     RoleSwitched,
     SoonerElsewhere,
 )
+from evolving_gateway.leg_requests import LegRequests
 from evolving_gateway.metrics import GatewayMetrics
 from evolving_gateway.node import Arriving, DecodeArriving, Node
 from evolving_gateway.nodes import Cluster, Newcomers
 from evolving_gateway.plan import Job, Plan, Report
 from evolving_gateway.router import Router
-from evolving_gateway.token_ids import ids_from_node, to_wire
+from evolving_gateway.token_ids import ids_from_node
 
 # What no other decode node would change: the request itself is impossible, or has no time left.
 _FINAL = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -79,8 +78,7 @@ class Attempt:
         self._left: set[asyncio.Task[None]] = set()  # of decode legs that another one took the place of
         self._name = uuid.uuid4().hex
         self._prefill_leg = f"{self._name}-p"
-        self._transfer_id = secrets.randbits(63)
-        self._tokens = job.prompt + to_wire(plan.generated)
+        self._requests = LegRequests(job, plan)
         self._taken = False
         self._prefilled = False
         self._landed = False
@@ -190,7 +188,7 @@ class Attempt:
         job, plan = self._job, self._plan
         return Context(
             job.request_id,
-            len(self._tokens) // TOKEN_BYTES,
+            self._requests.context_tokens,
             job.model.block_tokens,
             pool_blocks,
             output_tokens_max=job.sampling.max_tokens - len(plan.generated),
@@ -206,7 +204,9 @@ class Attempt:
 
     async def _prefill(self) -> None:
         node = self._plan.node
-        call = node.stub.Prefill(self._prefill_request(), timeout=self._plan.timeout_s)
+        call = node.stub.Prefill(
+            self._requests.prefill(self._prefill_leg, self._cluster.epoch), timeout=self._plan.timeout_s
+        )
         try:
             async for response in call:
                 await self._take_prefill(response)
@@ -216,28 +216,6 @@ class Attempt:
             await self._prefill_broke(error)
         finally:
             call.cancel()
-
-    def _prefill_request(self) -> node_agent_pb2.PrefillRequest:
-        job, plan = self._job, self._plan
-        return node_agent_pb2.PrefillRequest(
-            partition_id=job.partition_id,
-            tenant=job.tenant,
-            request_id=job.request_id,
-            leg_id=self._prefill_leg,
-            transfer_id=self._transfer_id,
-            token_ids=self._tokens,
-            generated_tokens=len(plan.generated),
-            root=job.root,
-            sampling=job.sampling,
-            priority=job.priority,
-            quoted_wait_s=plan.score.wait_s,
-            may_requote=plan.may_requote,
-            holders=plan.holders,
-            branch_id=job.branch_id,
-            version=job.version,
-            epoch=self._cluster.epoch,
-            expected_cached_tokens=plan.score.cached_tokens,
-        )
 
     async def _take_prefill(self, response: node_agent_pb2.PrefillResponse) -> None:
         node = self._plan.node
@@ -304,7 +282,7 @@ class Attempt:
         self.report.decode_node_id = node.node_id
         _log.debug("decode_chosen", node_id=node.node_id, reason=decision.reason, candidates=decision.candidates)
         self._decode_legs += 1
-        arriving = DecodeArriving(len(self._tokens) // TOKEN_BYTES, decision.chosen.stored_tokens)
+        arriving = DecodeArriving(self._requests.context_tokens, decision.chosen.stored_tokens)
         leg = self._decoding = _DecodeLeg(node, f"{self._name}-d{self._decode_legs}", arriving)
         node.decode_arriving[leg.leg_id] = arriving
         leg.task = self._start(node, self._decode(leg))
@@ -312,7 +290,7 @@ class Attempt:
 
     async def _decode(self, leg: _DecodeLeg) -> None:
         node = leg.node
-        call = node.stub.Decode(self._decode_request(leg.leg_id), timeout=self._plan.timeout_s)
+        call = node.stub.Decode(self._requests.decode(leg.leg_id, self._cluster.epoch), timeout=self._plan.timeout_s)
         try:
             async for response in call:
                 await self._take_decode(leg, response)
@@ -383,26 +361,6 @@ class Attempt:
             return False
         self._events.interrupt(self._why_left)
         return True
-
-    def _decode_request(self, leg_id: str) -> node_agent_pb2.DecodeRequest:
-        job, plan = self._job, self._plan
-        return node_agent_pb2.DecodeRequest(
-            partition_id=job.partition_id,
-            tenant=job.tenant,
-            request_id=job.request_id,
-            leg_id=leg_id,
-            transfer_id=self._transfer_id,
-            token_ids=self._tokens,
-            generated_tokens=len(plan.generated),
-            root=job.root,
-            sampling=job.sampling,
-            source_node_id=plan.node.node_id,
-            source_address=plan.node.registration.transfer_address,
-            branch_id=job.branch_id,
-            version=job.version,
-            epoch=self._cluster.epoch,
-            reserve_deadline_s=min(job.reserve_deadline_s, plan.timeout_s),
-        )
 
     async def _take_decode(self, leg: _DecodeLeg, response: node_agent_pb2.DecodeResponse) -> None:
         arriving = leg.arriving
