@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim.naive_pool import BLOCK_TOKENS, main_agent, request, session, sessions
 
-from evolving.core.blocks import TOKEN_BYTES, hash_tokens, root_digest
+from evolving.core.blocks import TOKEN_BYTES, HashedTokens, hash_tokens, root_digest
 from evolving.core.terms import NAME_BYTES
 from evolving_replay.ideal import AgentKv, ProducedKv
 from evolving_replay.prompts import BlockTokens, SessionPrompts
@@ -38,6 +38,7 @@ def replayed(played: Sequence[TraceSession], block_tokens: int) -> list[dict[tup
         prompts = SessionPrompts(blocks)
         kvs = [AgentKv(produced.setdefault(scope, ProducedKv(block_tokens))) for _ in each.agents]
         rows: dict[tuple[int, int], tuple[Left, int]] = {}
+        hashed: list[HashedTokens] = [hash_tokens(root_digest(scope, "", ""), b"", block_tokens)] * len(each.agents)
         before = [sum(len(agent.requests) for agent in each.agents[:at]) for at in range(len(each.agents))]
         for agent, index in in_order(each):
             asked = each.agents[agent].requests[index]
@@ -48,7 +49,8 @@ def replayed(played: Sequence[TraceSession], block_tokens: int) -> list[dict[tup
             prompts.answered(asked, prompt, answer)
             kvs[agent].finished(prompt, answer)
             kept = (len(prompt + answer) // TOKEN_BYTES - 1) // block_tokens
-            names = hash_tokens(root_digest(scope, "", ""), prompt + answer, block_tokens).names
+            hashed[agent] = hash_tokens(root_digest(scope, "", ""), prompt + answer, block_tokens, hashed[agent])
+            names = hashed[agent].names
             rows[agent, index] = (
                 tuple(names[at * NAME_BYTES : (at + 1) * NAME_BYTES].hex() for at in range(kept)),
                 ideal,
