@@ -27,7 +27,7 @@ class EvictionOrder:
     def offer(self, run: Run) -> None:
         """Note a run's present place; earlier notes are stale by what they say."""
         for tier, heap in self._heaps.items():
-            if run.evictable(tier):
+            if not run.below[tier] and run.evictable(tier):
                 heapq.heappush(heap, self._entry(run, tier))
                 if len(heap) > 4 * len(self._runs) + 64:
                     heap[:] = [self._entry(each, tier) for each in self._runs if each.evictable(tier)]

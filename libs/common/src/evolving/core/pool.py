@@ -433,9 +433,12 @@ class NodePool:
     def _set_need(self, run: Run, need: int) -> None:
         if run.tiers & Tier.L2:
             self._zero_l2 += run.size * ((need == 0) - (run.need == 0))
+        own, before = run.need, run.effective
         run.need = need
-        before = run.effective
-        run.effective = max([need, *(child.effective for child in run.children)])
+        if need >= before:
+            run.effective = need
+        elif own == before:  # else it is a child's, and stays
+            run.effective = max([need, *(child.effective for child in run.children)])
         if run.effective != before:
             self._settle(run.parent, before, run.effective)
 
@@ -445,7 +448,7 @@ class NodePool:
             own = run.effective
             if after > own:
                 run.effective = after
-            elif before == own and run.need < own:
+            elif before == own and run.need < own and not any(child.effective == own for child in run.children):
                 run.effective = max([run.need, *(child.effective for child in run.children)])
             before, after = own, run.effective
             if before != after:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from evolving.core.candidates import BORROWED, NodeView, eligible_ids, tie_key, why_not
 from evolving.core.config import FetchRule
 from evolving.core.terms import Role
-from evolving.core.work import PrefillWork, queue_service_s, service_s
+from evolving.core.work import PrefillWork, queue_service_s, tokens_service_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,25 +169,31 @@ def score_prefill(context: Context, node: NodeView, config: RoutingConfig) -> Pr
     unacknowledged_s = queue_service_s(node.unacknowledged, node.coefficients, node.new_tokens_per_iteration)
     wait_s = node.wait_s + unacknowledged_s
     duplicates_cost_s = duplicate_s(context, node, config)
-
-    def scored(fetched_blocks: int) -> PrefillScore:
-        work = _prefill_work(context, node.l1_blocks, node.any_blocks + fetched_blocks)
-        return PrefillScore(
-            node.node_id,
-            True,
-            "fetches from peers" if fetched_blocks else "own copies",
-            wait_s=wait_s,
-            fetch_s=fetch_s(fetched_blocks * context.block_tokens, node, config),
-            service_s=service_s(work, node.coefficients, node.new_tokens_per_iteration),
-            duplicate_s=duplicates_cost_s,
-            cached_tokens=work.cached_tokens,
-            fetched_blocks=fetched_blocks,
-            work=work,
+    least_s, fetched_blocks, fetching_s, serving_s = math.inf, 0, 0.0, 0.0
+    work_s = 0.0  # at last of all that can be fetched
+    for blocks in sorted(_fetch_choices(context, node, wait_s, config)):
+        cached, restored = _reused_tokens(context, node, blocks)
+        reading_s = fetch_s(blocks * context.block_tokens, node, config)
+        work_s = tokens_service_s(
+            context.tokens - cached, cached, restored, node.coefficients, node.new_tokens_per_iteration
         )
-
-    scores = [scored(blocks) for blocks in sorted(_fetch_choices(context, node, wait_s, config))]
-    free_fetch_total_s = wait_s + scores[-1].service_s + duplicates_cost_s
-    return replace(min(scores, key=lambda score: score.total_s), free_fetch_total_s=free_fetch_total_s)
+        total_s = max(wait_s, reading_s) + work_s + duplicates_cost_s
+        if total_s < least_s:
+            least_s, fetched_blocks, fetching_s, serving_s = total_s, blocks, reading_s, work_s
+    cached, restored = _reused_tokens(context, node, fetched_blocks)
+    return PrefillScore(
+        node.node_id,
+        True,
+        "fetches from peers" if fetched_blocks else "own copies",
+        wait_s=wait_s,
+        fetch_s=fetching_s,
+        service_s=serving_s,
+        duplicate_s=duplicates_cost_s,
+        cached_tokens=cached,
+        fetched_blocks=fetched_blocks,
+        free_fetch_total_s=wait_s + work_s + duplicates_cost_s,
+        work=PrefillWork(context.tokens - cached, cached, restored),
+    )
 
 
 def _fetch_choices(context: Context, node: NodeView, wait_s: float, config: RoutingConfig) -> set[int]:
@@ -203,14 +209,13 @@ def _fetch_choices(context: Context, node: NodeView, wait_s: float, config: Rout
             return {0, most_blocks, min(hidden_blocks, most_blocks), min(hidden_blocks + 1, most_blocks)}
 
 
-def _prefill_work(context: Context, l1_blocks: int, cached_blocks: int) -> PrefillWork:
-    """Work of a prompt whose first `cached_blocks` blocks are reused, of which `l1_blocks` need no restoring.
+def _reused_tokens(context: Context, node: NodeView, fetched_blocks: int) -> tuple[int, int]:
+    """What the node reuses of a prompt once so many blocks are fetched, and what of it has to be restored.
 
     The last token is always computed: its logits give the first output token.
     """
-    cached = min(cached_blocks * context.block_tokens, max(0, context.tokens - 1))
-    in_l1 = min(l1_blocks * context.block_tokens, cached)
-    return PrefillWork(context.tokens - cached, cached, cached - in_l1)
+    cached = min((node.any_blocks + fetched_blocks) * context.block_tokens, max(0, context.tokens - 1))
+    return cached, cached - min(node.l1_blocks * context.block_tokens, cached)
 
 
 def fetch_s(tokens: int, node: NodeView, config: RoutingConfig) -> float:

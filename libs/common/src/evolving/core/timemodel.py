@@ -44,12 +44,11 @@ class PrefillCoefficients:
 
     def marginal_s(self, sums: PrefillSums) -> float:
         """Equation 1 without the fixed part: what `sums` add to an iteration that runs anyway."""
-        return (
-            self.c1_s * sums.uncached_tokens
-            + self.c2_s * sums.query_key_pairs
-            + self.c3_s * sums.restored_tokens
-            + self.c4_s * sums.cached_tokens
-        )
+        return self.terms_s(sums.uncached_tokens, sums.query_key_pairs, sums.restored_tokens, sums.cached_tokens)
+
+    def terms_s(self, uncached_tokens: float, pairs: float, restored_tokens: float, cached_tokens: float) -> float:
+        """The same, of its four sums."""
+        return self.c1_s * uncached_tokens + self.c2_s * pairs + self.c3_s * restored_tokens + self.c4_s * cached_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,10 +52,23 @@ def service_s(work: PrefillWork, coefficients: PrefillCoefficients, new_tokens_p
     `new_tokens_per_iteration` is ū, the mean of new tokens a prefill iteration of this node computes; where nothing
     was observed yet, the chunk size. Raises ValueError unless it is positive.
     """
+    tokens = (work.uncached_tokens, work.cached_tokens, work.restored_tokens)
+    return tokens_service_s(*tokens, coefficients, new_tokens_per_iteration)
+
+
+def tokens_service_s(
+    uncached_tokens: int,
+    cached_tokens: int,
+    restored_tokens: int,
+    coefficients: PrefillCoefficients,
+    new_tokens_per_iteration: float,
+) -> float:
+    """`service_s` of work that is not made into one object: of many that are only compared."""
     if new_tokens_per_iteration <= 0:
         raise ValueError(f"new tokens per iteration must be positive, got {new_tokens_per_iteration}")
-    fixed_s = coefficients.c0_s * work.uncached_tokens / new_tokens_per_iteration
-    return fixed_s + coefficients.marginal_s(sum_work((work,)))
+    fixed_s = coefficients.c0_s * uncached_tokens / new_tokens_per_iteration
+    pairs = query_key_pairs(uncached_tokens, cached_tokens)
+    return fixed_s + coefficients.terms_s(uncached_tokens, pairs, restored_tokens, cached_tokens)
 
 
 def queue_service_s(
