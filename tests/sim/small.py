@@ -21,7 +21,8 @@ MACHINE = NodeConfig(
     accepted_tokens=2.0,
     chunk_tokens=2048,
     decode_slots=16,
-    l1_tokens=40_000,
+    l1_tokens=120_000,
+    context_tokens_max=24_000,
     fetch_bytes_per_s=1e9,
     transfer_bytes_per_s=2e9,
 )

@@ -18,11 +18,10 @@ from evolving_sim.contexts import BlockNames
 from evolving_sim.driver import Run
 from evolving_sim.faults import LostEvents
 from evolving_sim.kv import NodeKv
-from evolving_sim.node_config import NodeConfig
 from evolving_sim.produced import ProducedKv
 from evolving_sim.sim_cluster import SimCluster
 
-TINY = replace(MACHINE, block_tokens=1, l1_tokens=40, l2_tokens=60)
+TINY = replace(MACHINE, block_tokens=1, l1_tokens=40, l2_tokens=60, context_tokens_max=10)
 
 
 def contexts() -> list[BlockNames]:
@@ -61,8 +60,7 @@ def test_the_directory_knows_what_a_pool_gained_and_lost_whatever_happened(actio
             kv.pool.store(names[which], 0, blocks)
         elif action == "leg" and leg is None:
             leg = kv.leg(names[which], Use.PREFILL)
-            if blocks <= kv.leg_blocks_max and leg.fits(blocks, blocks):
-                leg.take(blocks, blocks)
+            if leg.take(blocks, blocks) is not None:
                 leg.reach(kv.pool.held(names[which], blocks))
                 leg.reach(blocks)
             else:
@@ -106,16 +104,15 @@ def settle(cluster: SimCluster) -> None:
                 cluster.directory.catch_up(node_id)
 
 
-def full(l2_tokens: int = 40_000) -> NodeConfig:
-    """A machine whose host memory fills."""
-    return replace(MACHINE, l2_tokens=l2_tokens)
+FULL = replace(MACHINE, l1_tokens=40_000, l2_tokens=40_000)
+"""A machine whose host memory fills."""
 
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_nodes_evict_by_the_counts_that_the_directory_recounts(lost: bool) -> None:
     """DESIGN §5: the three counts agree; also after batches of events were lost, and the nodes said all they hold."""
     faults = (LostEvents(30.0, "n001"), LostEvents(50.0, "n003", 2)) if lost else ()
-    run = Run(replace(scenario("2P2D"), machine=full(), faults=faults))
+    run = Run(replace(scenario("2P2D"), machine=FULL, faults=faults))
     run.until(60.0)
     cluster = run.cluster
     settle(cluster)
@@ -134,7 +131,7 @@ def test_eviction_by_need_loses_less_than_lru_where_host_memory_is_short() -> No
     """§2.3, §4.4: LRU drops what waiting branches need and keeps what no branch does."""
     lost = {}
     for arm in ("ours-static", "ours-lru"):
-        run = Run(replace(scenario("2P2D", {WORKER: 20, READER: 4}), machine=full(), arm=ARMS[arm]))
-        run.until(300.0)
-        lost[arm] = run.results.between(60.0, 300.0).lost_reuse
+        run = Run(replace(scenario("2P2D", {WORKER: 20, READER: 4}), machine=FULL, arm=ARMS[arm]))
+        run.until(150.0)
+        lost[arm] = run.results.between(30.0, 150.0).lost_reuse
     assert lost["ours-static"] < lost["ours-lru"]

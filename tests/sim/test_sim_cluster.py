@@ -48,7 +48,7 @@ def test_every_request_is_in_one_place_whatever_the_split_does(
     seed: int, switches: list[tuple[float, str]], both: BothPhases, arm: str
 ) -> None:
     start = scenario("2P2D", {WORKER: 12, READER: 3, WRITER: 3})
-    machine = replace(start.machine, both_phases=both, l2_tokens=60_000)
+    machine = replace(start.machine, both_phases=both, l1_tokens=50_000, l2_tokens=60_000)
     run = Run(replace(start, machine=machine, arm=ARMS[arm], seed=seed, debug=True))
     for epoch, (at_s, shape) in enumerate(sorted(switches), 2):
         run.until(at_s)
@@ -182,7 +182,7 @@ def test_a_burst_of_agents_asks_at_once_and_is_gone_when_they_are_done() -> None
 
 def test_a_request_that_fits_nowhere_is_refused() -> None:
     run = Run(scenario("2P2D", {WORKER: 1}))
-    long = Request("r", "kind", "a", "a", "", 1, [b""] * 500, 0, 30_000, 10, 0.0, lambda: None)
+    long = Request("r", "kind", "a", "a", "", 1, [b""] * 2_000, 0, 100_000, 10, 0.0, lambda: None)
     with pytest.raises(TooLong, match="give nodes more l1_tokens"):
         run.cluster.submit(long)
 
@@ -190,7 +190,7 @@ def test_a_request_that_fits_nowhere_is_refused() -> None:
 def played() -> str:
     """A run with everything in it; the same in any process."""
     start: Scenario = scenario("2P2D", {WORKER: 20, READER: 5})
-    machine = replace(MACHINE, l2_tokens=60_000)
+    machine = replace(MACHINE, l1_tokens=50_000, l2_tokens=60_000)
     bursts = (Burst(30.0, 5, HELPER),)
     run = Run(replace(start, machine=machine, workload=replace(start.workload, bursts=bursts)))
     run.until(40.0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from evolving_sim.events import EventHeap, Priority
-from evolving_sim.legs import DecodeLeg, Request
+from evolving_sim.legs import DecodeLeg, PrefillLeg, Request
 from evolving_sim.sim_cluster import SimCluster
 from evolving_sim.sim_node import SimNode
 
@@ -94,7 +94,7 @@ def lose_node(cluster: SimCluster, node_id: str) -> None:
     """A node dies. What it worked on goes on elsewhere, with the tokens that came until then (DESIGN §6)."""
     node = cluster.nodes[node_id]
     answers = list(node.decode_legs())
-    here = [*node.queue, *node.running, *node.holding, *answers]
+    here: list[PrefillLeg | DecodeLeg] = [*node.queue, *node.running, *node.holding, *answers]
     for leg in here:
         leg.gone = True
     generated = {leg.request.request_id: _generated_tokens(node, leg) for leg in answers}
@@ -102,6 +102,7 @@ def lose_node(cluster: SimCluster, node_id: str) -> None:
     node.die()
     cluster.nodes[node_id] = cluster.make_node(node_id)
     cluster.nodes[node_id].alive = False
+    cluster.views.dead.add(node_id)
     cluster.reads.cut_off(node_id)
     cluster.transfers.cut_off(node_id)
     cluster.changes.forget(node_id)
@@ -127,6 +128,7 @@ def node_back(cluster: SimCluster, node_id: str) -> None:
     """A node that died is there again, empty."""
     node = cluster.nodes[node_id]
     node.alive = True
+    cluster.views.dead.discard(node_id)
     cluster.directory.node_up(node_id, node.kv)
     cluster.changes.carry_out(cluster.split)
     for listener in cluster.listeners:

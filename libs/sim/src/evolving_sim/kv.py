@@ -76,8 +76,9 @@ class LegKv:
     blocks: int = 0  # leading ones that are in device memory, kept for it
     _own: int = field(default=0)  # room that is no block yet
 
-    def fits(self, pages: int, reusable_blocks: int) -> bool:
-        """Whether there is room now.
+    def take(self, pages: int, reusable_blocks: int) -> int | None:
+        """Take room for `pages`, and keep what device memory has of the leading `reusable_blocks`; how many these are.
+        None, and nothing is taken, where there is no room.
 
         Legs of either kind leave one context's worth of device memory alone: so nodes full of prompts that wait for
         decode nodes never wait on each other for ever.
@@ -85,19 +86,12 @@ class LegKv:
         pool = self.node.pool
         in_l1 = pool.matched(self.names, reusable_blocks, Tier.L1)
         unused, unused_by_kind = pool.unused(self.names, in_l1, self.use)
-        missing = pages - in_l1
-        if pool.room - unused < missing:
-            return False
-        return pool.used_by(self.use) + unused_by_kind + missing <= self.node.leg_blocks_max
-
-    def take(self, pages: int, reusable_blocks: int) -> int:
-        """Take room, which must be there, and keep what device memory has of the leading `reusable_blocks`; these."""
-        pool = self.node.pool
-        in_l1 = pool.matched(self.names, reusable_blocks, Tier.L1)
+        own = pages - in_l1
+        if pool.room - unused < own or pool.used_by(self.use) + unused_by_kind + own > self.node.leg_blocks_max:
+            return None
         pool.lock(self.names, 0, in_l1, self.use)
-        self.blocks = in_l1
-        self._own = pages - in_l1
-        pool.reserve(self._own, self.use)
+        pool.reserve(own, self.use)
+        self.blocks, self._own = in_l1, own
         return in_l1
 
     def reach(self, blocks: int) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 
 from evolving.core.config import EvictionPolicy, FetchRule
 from evolving.core.directory_types import Match
+from evolving.core.holders import HolderHint
 from evolving.core.planner import Split, effective_roles
 from evolving.core.pool_runs import Use
 from evolving.core.routing import RoutingConfig
@@ -209,7 +210,7 @@ class SimCluster:
         reusable = (tokens - 1) // size
         sent = _work(tokens, (depth.either_blocks + choice.fetched_blocks) * size, depth.l1_blocks * size)
         held = until = node.kv.pool.held(request.names, reusable)
-        hints = ()
+        hints: Sequence[HolderHint] = ()
         if runs and (choice.fetched_blocks or held < depth.either_blocks):
             end_block = depth.either_blocks + choice.fetched_blocks
             hints = self.views.hints(runs, node.node_id, depth.either_blocks, end_block)

@@ -457,9 +457,9 @@ class SimNode:
         """A prompt leaves the queue and gets its room; False: there is none."""
         size, kv = self.config.block_tokens, leg.kv
         pages, reusable = self.kv.pages(leg.context_tokens), (leg.context_tokens - 1) // size
-        if not kv.fits(pages, reusable):
-            return False
         in_l1 = kv.take(pages, reusable)
+        if in_l1 is None:
+            return False
         held = self.kv.pool.held(kv.names, reusable)
         kv.reach(held)
         self._leave_queue(leg)
@@ -522,9 +522,8 @@ class SimNode:
             leg = next(iter(self.waiting))
             pages = self.kv.pages(leg.request.prompt_tokens + leg.request.output_tokens - 1)
             blocks = leg.prefill.context_tokens // size
-            if not leg.kv.fits(pages, blocks):
+            if leg.kv.take(pages, blocks) is None:
                 return
-            leg.kv.take(pages, blocks)
             del self.waiting[leg]
             self.granted[leg] = None
             leg.granted = True

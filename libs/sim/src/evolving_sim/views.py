@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from evolving.core.candidates import NodeView
 from evolving.core.decode_routing import DecodeNode
@@ -27,14 +27,16 @@ class Views:
     reads: Links
     pool: bool
     sent: Mapping[str, int]  # by prefill node, requests sent there that are not finished
+    dead: set[str] = field(init=False, default_factory=set)  # nodes that others can't read from
 
     def readable(self, match: Match) -> Sequence[HeldRun]:
         """Who holds which blocks, as far as peers can read them now."""
         if not self.pool:
             return ()
-        nodes = self.nodes
+        if not self.dead:
+            return [HeldRun(run.first_block, run.blocks, run.l2_nodes) for run in match.holders]
         return [
-            HeldRun(run.first_block, run.blocks, tuple(node_id for node_id in run.l2_nodes if nodes[node_id].alive))
+            HeldRun(run.first_block, run.blocks, tuple(node_id for node_id in run.l2_nodes if node_id not in self.dead))
             for run in match.holders
         ]
 
