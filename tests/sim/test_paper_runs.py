@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sim.small import MACHINE, WORKER
 
 from evolving.core.planner import SplitShape
 from evolving_sim.arms.named import ARMS
@@ -16,7 +17,7 @@ from evolving_sim.node_config import NodeConfig
 from evolving_sim.paper import calibration, make_paper, making, performing
 from evolving_sim.paper.calibration import TARGETS, fit
 from evolving_sim.paper.figures import FIGURES, FITTED, Metric, Side
-from evolving_sim.paper.loads import bursts, load_of
+from evolving_sim.paper.loads import Load, bursts, load_of
 from evolving_sim.paper.plays import BEST, Outcome, Play, Stretch
 from evolving_sim.paper.runs import (
     BY_NEED,
@@ -34,6 +35,7 @@ from evolving_sim.paper.runs import (
     spread_of,
     sum_of,
 )
+from evolving_sim.population import Period, WorkloadConfig
 
 EVERY = sources()
 PLAYS = [*plays_of(EVERY), *(play for some in sensitivity().values() for play in some.values())]
@@ -183,13 +185,26 @@ def test_a_table_that_is_not_known_is_named(tmp_path: Path) -> None:
         make_paper(tmp_path, quick=True, processes=1, only=["Table 9"])
 
 
-def test_one_table_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(making, "QUICK_SHARE", 0.01)
-    result = make_paper(tmp_path, quick=True, processes=2, only=["Table 8"])
+def check_table_8(folder: Path, processes: int) -> None:
+    result = make_paper(folder, quick=True, processes=processes, only=["Table 8"])
     assert {row.table for row in result.rows} == {"Table 8"}
     assert {row.metric for row in result.rows} >= {"throughput_ours", "ratio_throughput_ours_best_static"}
     assert len(json.loads(result.tables.read_text())) == len(result.rows)
-    text = result.report.read_text()
-    assert "Quick mode" in text
-    assert (tmp_path / "ratios.png").stat().st_size > 0
-    assert len(json.loads((tmp_path / "runs.json").read_text())["runs"]) == 2
+    assert "Quick mode" in result.report.read_text()
+    assert (folder / "ratios.png").stat().st_size > 0
+    assert len(json.loads((folder / "runs.json").read_text())["runs"]) == 2
+
+
+def test_one_table_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With small agents on slow nodes, in this process."""
+    monkeypatch.setattr(making, "QUICK_SHARE", 0.05)
+    few = Load(MACHINE, WorkloadConfig((Period(0.0, {WORKER: 5}),)))
+    monkeypatch.setattr(performing, "load_of", lambda _: few)
+    check_table_8(tmp_path, processes=1)
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(900)
+def test_one_table_of_the_papers_agents_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(making, "QUICK_SHARE", 0.02)
+    check_table_8(tmp_path, processes=2)

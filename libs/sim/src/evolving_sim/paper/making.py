@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
@@ -102,17 +102,26 @@ def _wanted(*, quick: bool, only: Sequence[str]) -> dict[Place, Source]:
 
 
 def play_all(plays: Sequence[Play], processes: int) -> dict[Play, Outcome]:
-    """Play each, the longest first, with a progress bar; in the order given."""
+    """Play each, the longest first, with a progress bar; in the order given. One process: this one."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     outcomes: dict[Play, Outcome] = {}
-    with Progress(*columns) as progress, ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+    with Progress(*columns) as progress:
         task = progress.add_task("simulating", total=len(plays))
-        futures = {pool.submit(perform, play): play for play in sorted(plays, key=cost, reverse=True)}
-        for future in as_completed(futures):
-            play = futures[future]
-            outcomes[play] = future.result()
+        for play, outcome in _played(sorted(plays, key=cost, reverse=True), processes):
+            outcomes[play] = outcome
             progress.update(task, advance=1, description=f"simulated {play.label}"[:48].ljust(48))
     return {play: outcomes[play] for play in plays}
+
+
+def _played(plays: Sequence[Play], processes: int) -> Iterator[tuple[Play, Outcome]]:
+    """As each is over."""
+    if processes == 1:
+        yield from ((play, perform(play)) for play in plays)
+        return
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        futures = {pool.submit(perform, play): play for play in plays}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
 
 
 def _write_runs(outcomes: Mapping[Play, Outcome], path: Path) -> None:
