@@ -6,17 +6,16 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from engine.sglang.driving import Node
+from engine.sglang.lending import Lender
 
 from evolving_node_agent.engines.mock import MockConfig, MockEngine
-from evolving_node_agent.engines.port import Engine
 
 _SGLANG = [pytest.mark.sglang, pytest.mark.slow]
 ENGINES = ["mock", pytest.param("sglang", marks=_SGLANG)]
@@ -24,26 +23,16 @@ ENGINES = ["mock", pytest.param("sglang", marks=_SGLANG)]
 over_each_transport = pytest.mark.parametrize(
     "kind", [*ENGINES, pytest.param("sglang-tcp", marks=_SGLANG)], indirect=True
 )
-L1_TOKENS = 4096
 Starter = Callable[..., AbstractAsyncContextManager[list[Node]]]
 
 
-def make(kind: str, directory: Path, name: str, **overrides: Any) -> Engine:
-    """An engine that was not started. `overrides`: l1_tokens, l2_tokens, chunk_tokens, decode_slots."""
-    sizes = {"l1_tokens": L1_TOKENS, "l2_tokens": 2 * L1_TOKENS, "chunk_tokens": 128} | overrides
-    if kind == "mock":
-        context_tokens = sizes["l1_tokens"] // 2
-        longest = {"max_context_tokens": context_tokens, "max_prompt_tokens": context_tokens - 128}
-        return MockEngine(MockConfig(name, vocab_size=512, speed_up=4.0, **(longest | sizes)))
-    from engine.sglang.factory import make_engine
-
-    return make_engine(directory, name, transport="tcp" if kind == "sglang-tcp" else "mooncake-tcp", **sizes)
-
-
 @contextlib.asynccontextmanager
-async def started(kind: str, directory: Path, *names: str, **overrides: Any) -> AsyncIterator[list[Node]]:
-    """Engines that serve; stopped at the end, whatever happens."""
-    engines = {name: make(kind, directory, name, **overrides) for name in names}
+async def started(*names: str, **overrides: Any) -> AsyncIterator[list[Node]]:
+    """Mock engines that serve; stopped at the end, whatever happens."""
+    sizes = {"l1_tokens": 4096, "l2_tokens": 8192, "chunk_tokens": 128} | overrides
+    context_tokens = sizes["l1_tokens"] // 2
+    longest = {"max_context_tokens": context_tokens, "max_prompt_tokens": context_tokens - 128}
+    engines = {name: MockEngine(MockConfig(name, vocab_size=512, speed_up=4.0, **(longest | sizes))) for name in names}
     listeners: list[asyncio.Task[None]] = []
     try:
         infos = await asyncio.gather(*(engine.start() for engine in engines.values()))
@@ -69,23 +58,47 @@ def check_engine(node: Node) -> None:
         node.engine.check_invariants()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Engines run where nothing can be compiled, as in their image."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("CC", "CXX", "CUDAHOSTCXX"):
+            patch.setenv(name, "/nowhere/compiler")
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
+        yield
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def lender(no_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Lender]:
+    """Who has the SGLang engines of all tests here."""
+    running = Lender(tmp_path_factory.mktemp("engines"))
+    yield running
+    await running.close()
+
+
 @pytest.fixture(scope="session", params=ENGINES)
 def kind(request: pytest.FixtureRequest) -> str:
     """Which engine."""
     return str(request.param)
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def nodes(kind: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Node]]:
-    """Two engines that all tests share; each test takes prompts of its own."""
-    async with started(kind, tmp_path_factory.mktemp("nodes"), "a", "b") as pair:
+@pytest.fixture(scope="module")
+def start(kind: str, lender: Lender) -> Starter:
+    """Engines for a block, with nothing in them: `async with start("a", "b", decode_slots=1) as (a, b)`.
+
+    Of the mock new ones; SGLang's have served others.
+    """
+    if kind == "mock":
+        return started
+    transport = "tcp" if kind == "sglang-tcp" else "mooncake-tcp"
+    return lambda *names, **overrides: lender.lend(*names, transport=transport, **overrides)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def nodes(start: Starter) -> AsyncIterator[list[Node]]:
+    """Two engines that a module's tests share; each test takes prompts of its own."""
+    async with start("a", "b") as pair:
         yield pair
         for node in pair:
             await node.until_idle()
             check_engine(node)
-
-
-@pytest.fixture
-def start(kind: str, tmp_path: Path) -> Starter:
-    """Engines of a test's own: `async with start("a", "b", decode_slots=1) as (a, b)`."""
-    return lambda *names, **overrides: started(kind, tmp_path, *names, **overrides)

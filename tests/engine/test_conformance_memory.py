@@ -15,7 +15,8 @@ from evolving.core.needs import need
 from evolving_node_agent.engines.port import Aborted, CachedTokens, Tier
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
-SMALL = {"l1_tokens": 32 * BLOCK, "l2_tokens": 64 * BLOCK, "chunk_tokens": 256}
+# A prompt of eight blocks is computed in one chunk, so that it is one node of SGLang's tree.
+SMALL = {"l1_tokens": 32 * BLOCK, "l2_tokens": 64 * BLOCK, "chunk_tokens": 8 * BLOCK}
 PROMPT = 8 * BLOCK + 1  # eight full blocks are reusable
 FILLING = 12  # prompts: more than either tier holds
 
@@ -81,8 +82,7 @@ async def test_counts_bias_and_never_pin(start: Starter) -> None:
 async def test_what_another_node_has_goes_before_what_the_pool_would_lose(start: Starter) -> None:
     """However many count it, and though it is younger and its last block of eight, an output, is on this node alone.
     Where two of eight are, it goes as what the pool would lose: the longest unused first."""
-    # Prompts are computed in one chunk, so that each is one node of SGLang's tree.
-    async with start("a", **(SMALL | {"chunk_tokens": 512})) as (node,):
+    async with start("a", **SMALL) as (node,):
         last, mixed, spare = (prompt(800 + index, 8 * BLOCK) for index in range(3))
         needs: dict[bytes, int] = {}
         for tokens, alone in ((last, 8), (mixed, 2), (spare, 1)):
@@ -166,10 +166,12 @@ async def test_what_a_leg_uses_is_not_the_first_to_leave_l2(start: Starter) -> N
 async def test_pressure_from_both_sides_changes_no_token(start: Starter) -> None:
     """Two nodes that hand requests to each other, with room for a few: all end, each with its tokens."""
     prompts = [prompt(500 + index, 100 + 60 * (index % 9)) for index in range(24)]
-    async with start("a", **SMALL) as (node,):
-        alone = [(await serve(node, node, tokens, 40)).ids for tokens in prompts]
     async with start("a", "b", **SMALL) as pair:
         a, b = pair
+        alone = [(await serve(a, a, tokens, 40)).ids for tokens in prompts]
+        for node in pair:
+            await node.until_idle()
+            await node.engine.clear()
         ways = [(a, b), (b, a), (a, a), (b, b)]
         async with asyncio.timeout(400):
             served = await asyncio.gather(

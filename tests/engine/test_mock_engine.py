@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine.legs import Leg
 from engine.sglang.driving import Node, greedy, jobs, prefill_only, prompt, serve
 from engine.test_conformance import names_of
-from engine.test_conformance_failures import Leg
 
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients, PrefillSums
 from evolving.core.work import query_key_pairs

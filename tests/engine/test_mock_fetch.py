@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from engine.legs import Leg
 from engine.sglang.driving import BLOCK, Node, greedy, jobs, prefill_only, prompt
 from engine.test_conformance import names_of
-from engine.test_conformance_failures import Leg
 from engine.test_mock_engine import mock, mocks
 
 from evolving.core.config import FetchConfig, FetchStart

@@ -1,10 +1,10 @@
-"""Few engine starts: pairs of nodes live as long as the session."""
+"""Few engine starts: most tests borrow engines that others used before."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,16 @@ import pytest_asyncio
 
 from .driving import Node
 from .factory import make_engine
+from .lending import Lender
+
+# Two of the longest prompts fit L1, and what fits one chunk is one node of SGLang's tree.
+SMALL = {"l1_tokens": 2048, "l2_tokens": 4096, "chunk_tokens": 512}
 
 
 @contextlib.asynccontextmanager
-async def running(directory: Path, *names: str, **overrides: Any) -> AsyncIterator[list[Node]]:
-    """Started engines that are stopped at the end, whatever happens."""
-    engines = {name: make_engine(directory, name, **overrides) for name in names}
+async def running(directory: Path, fields: Mapping[str, Mapping[str, Any]]) -> AsyncIterator[list[Node]]:
+    """Engines of a test's own, by name, with these fields of their configs; stopped at the end, whatever happens."""
+    engines = {name: make_engine(directory, name, **own) for name, own in fields.items()}
     listeners: list[asyncio.Task[None]] = []
     try:
         infos = await asyncio.gather(*(engine.start() for engine in engines.values()))
@@ -30,16 +34,6 @@ async def running(directory: Path, *names: str, **overrides: Any) -> AsyncIterat
         await asyncio.gather(*listeners)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def no_compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Engines run where nothing can be compiled, as in their image."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("CC", "CXX", "CUDAHOSTCXX"):
-            patch.setenv(name, "/nowhere/compiler")
-        patch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path_factory.mktemp("extensions")))
-        yield
-
-
 over_each_transport = pytest.mark.parametrize("transport", ["mooncake-tcp", "tcp"], indirect=True)
 
 
@@ -49,16 +43,22 @@ def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def pair(transport: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Node]]:
-    """Two nodes with room for everything a test does."""
-    async with running(tmp_path_factory.mktemp("pair"), "a", "b", chunk_tokens=128, transport=transport) as nodes:
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def pair(transport: str, lender: Lender) -> AsyncIterator[list[Node]]:
+    """Two nodes with room for everything a module's tests do."""
+    async with lender.lend("a", "b", transport=transport) as nodes:
         yield nodes
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
-async def cramped(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[list[Node]]:
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def cramped(lender: Lender) -> AsyncIterator[list[Node]]:
     """Two nodes whose KV fits a few requests."""
-    sizes = {"l1_tokens": 2048, "l2_tokens": 4096, "chunk_tokens": 64, "decode_slots": 12}
-    async with running(tmp_path_factory.mktemp("cramped"), "c", "d", **sizes) as nodes:
+    async with lender.lend("c", "d", l1_tokens=2048, l2_tokens=4096, chunk_tokens=64, decode_slots=12) as nodes:
         yield nodes
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def small(lender: Lender) -> AsyncIterator[Node]:
+    """A node whose prefill has room for one prompt of the longest kind."""
+    async with lender.lend("small", **SMALL) as (node,):
+        yield node

@@ -34,7 +34,7 @@ async def test_prompt_and_output_blocks_are_announced_on_both_nodes_and_tiers(pa
 async def test_output_blocks_are_written_through_while_decoding(pair: list[Node]) -> None:
     a, b = pair
     tokens = prompt(102, 64)
-    running = asyncio.create_task(serve(a, b, tokens, 1500))
+    running = asyncio.create_task(serve(a, b, tokens, 600))
     # Its first output block, long before the request ends: its name is not known here, its parent is.
     parent = names(tokens)[0]
     await b.until(lambda: any(b.parents.get(name) == parent for name in b.held[Tier.L2]))
@@ -159,7 +159,7 @@ async def test_free_l1_leaves_host_copies(pair: list[Node]) -> None:
     tokens = prompt(150, 256)
     await prefill_only(b, tokens)
     await b.until_holds(Tier.L2, names(tokens))
-    running = asyncio.create_task(serve(b, b, prompt(151, 128), 1_000))
+    running = asyncio.create_task(serve(b, b, prompt(151, 128), 300))
     await b.until_holds(Tier.L2, names(prompt(151, 128)))
     dropped = await b.engine.free_l1()
     assert dropped >= 4

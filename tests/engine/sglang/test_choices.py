@@ -14,28 +14,20 @@ from evolving.core.needs import need
 from evolving_node_agent.engines.port import CachedTokens, Tier
 from evolving_node_agent.engines.sglang import SglangConfig
 
-from .conftest import running
+from .conftest import SMALL
 from .driving import Node, collect, greedy, jobs, names, prefill_only, prompt
+from .lending import Lender
 from .test_fetch import NEVER_S, alter_block, events_of, held_by, until_status
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.sglang, pytest.mark.timeout(300)]
 BLOCK = 64
-# Prompts are computed in one chunk, so that each is one node of SGLang's tree.
-SMALL = {"l1_tokens": 2048, "l2_tokens": 4096, "chunk_tokens": 512}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def counting(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]:
-    """A small node that evicts by needs."""
-    async with running(tmp_path_factory.mktemp("counting"), "counting", **SMALL) as (node,):
-        yield node
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="session")
-async def comparing(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Node]:
+async def comparing(lender: Lender) -> AsyncIterator[Node]:
     """A small node with the other value of every setting there is for comparison."""
     others = {"eviction": EvictionPolicy.LRU, "fetch_start": FetchStart.ADMISSION, "page_checksums": False}
-    async with running(tmp_path_factory.mktemp("comparing"), "comparing", **SMALL, **others) as (node,):
+    async with lender.lend("comparing", **SMALL, **others) as (node,):
         yield node
 
 
@@ -45,10 +37,10 @@ async def test_l2_has_room_beside_the_copies_of_what_is_in_l1() -> None:
         SglangConfig("/model", l1_tokens=2048, l2_tokens=4096 - BLOCK)
 
 
-async def test_the_needed_part_of_a_node_outlives_the_rest(counting: Node) -> None:
+async def test_the_needed_part_of_a_node_outlives_the_rest(small: Node) -> None:
     """One prompt, so one node of SGLang's tree, with counts 2, 2, 1, 1, 0, 0, 0; and a younger one counted once. All
     of them are on another node too."""
-    node = counting
+    node = small
     mixed, once = prompt(60_000, 7 * BLOCK), prompt(60_001, 4 * BLOCK)
     await held_by(node, mixed)
     await held_by(node, once)
@@ -77,8 +69,6 @@ async def test_the_needed_part_of_a_node_outlives_the_rest(counting: Node) -> No
     assert node.held[Tier.L2].issuperset(names(filler))
     status = await until_status(node, lambda status: status.l2_zero_tokens == 0)
     assert status.l2_used_tokens <= node.info.l2_tokens
-    await node.engine.set_needs(dict.fromkeys(await node.engine.needs(), 0))
-    await node.until_only_cache()
 
 
 async def test_lru_takes_no_notice_of_needs(comparing: Node) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from etcd_process import free_ports
 
 from evolving_node_agent.engines.port import (
     Cleared,
@@ -35,10 +36,9 @@ LOST = (EngineDown, SourceLost, DecodeLost)
 def free_port() -> int:
     """A port nobody listens on, nor on the next one."""
     while True:
-        with socket.socket() as probe, socket.socket() as next_probe, contextlib.suppress(OSError, OverflowError):
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-            next_probe.bind(("127.0.0.1", port + 1))
+        (port,) = free_ports(1)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port + 1))
             return port
 
 
@@ -56,8 +56,8 @@ async def fragile(
     pair: list[Node], transport: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[list[Node]]:
     """A node that lives, and one on a fixed port that is killed."""
-    fields = {"chunk_tokens": 128, "port": free_port(), "transport": transport}
-    async with running(tmp_path_factory.mktemp("fragile"), "e", **fields) as nodes:
+    fields = {"port": free_port(), "transport": transport}
+    async with running(tmp_path_factory.mktemp("fragile"), {"e": fields}) as nodes:
         yield [pair[0], *nodes]
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
 from evolving.core.config import FetchConfig
 from evolving_node_agent.engines.port import (
@@ -62,7 +61,7 @@ async def test_a_fetch_without_turns_holds_up_nobody(pair: list[Node], tmp_path:
     source = pair[0]
     tokens = await held_by(source, prompt(50_000, 6 * BLOCK + 9))
     other = await held_by(source, prompt(50_001, 4 * BLOCK + 9))
-    async with running(tmp_path, "s", fetch=FetchConfig(chunk_blocks=2, bytes_per_s=1.0)) as (node,):
+    async with running(tmp_path, {"s": {"fetch": FetchConfig(chunk_blocks=2, bytes_per_s=1.0)}}) as (node,):
         job, _ = jobs(node, tokens, greedy(1), holders=(source.holder(0, 6),), fetch_deadline_s=NEVER_S)
         seen: list[PrefillEvent] = []
 
@@ -128,13 +127,6 @@ async def test_a_holder_that_has_less_is_followed_by_the_next(pair: list[Node]) 
     nobody = Holder("x", "127.0.0.1:9", "nobody", 0, 5)
     _, prefilled = await events_of(node, tokens, holders=(nobody, source.holder(0, 1), source.holder(0, 5)))
     assert prefilled.cached == CachedTokens(peer=5 * BLOCK)
-
-
-@pytest_asyncio.fixture(loop_scope="session")
-async def small(pair: list[Node], tmp_path: Path) -> AsyncIterator[Node]:
-    """A node whose prefill has room for one prompt of the longest kind."""
-    async with running(tmp_path, "small", l1_tokens=2048, l2_tokens=4096, chunk_tokens=256) as (node,):
-        yield node
 
 
 async def pass_by(node: Node, seed: int) -> None:

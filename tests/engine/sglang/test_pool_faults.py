@@ -27,15 +27,17 @@ from evolving_node_agent.engines.sglang.host.peers import Locate, Located, PeerL
 from .conftest import over_each_transport, running
 from .driving import BLOCK, Node, names, prefill_only, prompt, serve
 from .factory import SECRET
+from .lending import Lender
 from .test_faults import free_port
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(600)]
+# Proxies can stand in its way. And where it does not matter who carries the bytes, one transport is enough.
 over_tcp = pytest.mark.parametrize("transport", ["tcp"], indirect=True)
 BLOCKS = 8
 PROMPTS = 6
 OUTPUT = 6
 # Slow enough that six prompts take seconds, so that what happens to the peer happens in the middle of reads.
-SLOW = FetchConfig(readers=3, chunk_blocks=2, bytes_per_s=4 << 20)
+SLOW = FetchConfig(readers=3, chunk_blocks=2, bytes_per_s=4 << 20, suspect_s=1.0)
 TINY: dict[str, Any] = {"l1_tokens": 20 * BLOCK, "l2_tokens": 40 * BLOCK}
 
 
@@ -130,8 +132,8 @@ async def engines(transport: str, tmp_path_factory: pytest.TempPathFactory) -> A
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(proxied(("127.0.0.1", port), ("127.0.0.2", port)))
         data = await stack.enter_async_context(proxied(("127.0.0.1", port + 1), ("127.0.0.2", port + 1)))
-        (peer,) = await stack.enter_async_context(running(directory, "peer", **shared, **behind))
-        (reader,) = await stack.enter_async_context(running(directory, "reader", **shared, fetch=SLOW))
+        both = {"peer": shared | behind, "reader": shared | {"fetch": SLOW}}
+        peer, reader = await stack.enter_async_context(running(directory, both))
         pool = Pool(reader, peer, Truth(), list(range(50_000, 50_000 + PROMPTS)), service, data)
         await pool.truth.learn(peer, pool.seeds)
         yield pool
@@ -155,9 +157,12 @@ async def test_without_faults_all_of_it_is_fetched(pool: Pool) -> None:
     assert len(held) == PROMPTS * BLOCKS
 
 
-@over_each_transport
+@over_tcp
 async def test_pages_altered_at_the_peer_are_computed(pool: Pool) -> None:
-    """One byte of one page, in its K half or its V half: that block and those after it are not taken."""
+    """One byte of one page, in its K half or its V half: that block and those after it are not taken.
+
+    The page's checksum tells, whoever read it; test_fetch has one altered under Mooncake.
+    """
     peers = Peers(pool.peer.info.kv_format, SECRET)
     there = await peers.at(pool.peer.info.pool_address)
     assert there.welcome is not None
@@ -190,16 +195,16 @@ def flip_bytes(pid: int, addresses: Sequence[int]) -> None:
             memory.write(bytes([byte ^ 1]))
 
 
-@over_each_transport
-async def test_a_peer_that_evicts_while_it_is_read(
-    pool: Pool, transport: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+async def test_a_peer_that_evicts_while_it_is_read(pool: Pool, lender: Lender) -> None:
     """Its L2 has room for five prompts, and it computes one after another while the reader asks for the last six: the
-    oldest of them leaves while it is read, or has left."""
+    oldest of them leaves while it is read, or has left.
+
+    The page's generation tells, whoever read it. Mooncake's reads are those that know nothing of the peer's doings;
+    test_transport_faults changes memory under those of TCP.
+    """
     came, missed, done = 0, 0, False
     computed: list[int] = []
-    fields = {**TINY, "chunk_tokens": BLOCK, "transport": transport}
-    async with running(tmp_path_factory.mktemp("tiny"), "tiny", **fields) as (tiny,):
+    async with lender.lend("tiny", **TINY, chunk_tokens=BLOCK) as (tiny,):
 
         async def churn() -> None:
             for seed in range(60_000, 70_000):
@@ -285,9 +290,10 @@ async def test_a_network_that_holds_bytes_back(pool: Pool) -> None:
     await pool.until_used_again()
 
 
-@over_each_transport
+@over_tcp
 async def test_who_has_no_token_learns_nothing(pool: Pool) -> None:
-    """And the token is on no command line and in no environment."""
+    """The service of peers does not depend on the transport. And the token is on no command line and in no
+    environment."""
     stranger = Peers(pool.peer.info.kv_format, b"")
     with pytest.raises(PeerLost, match="token"):
         await stranger.at(pool.peer.info.pool_address)
