@@ -96,7 +96,7 @@ bench-kv: .venv/.ready ## reuse lost by policy and pool size, and hidden fetches
 bench-fit: $(MODEL)/.ready ## how well the time model fitted under load tells what it was not fitted to (25 minutes), into build/bench-fit.json
 	@$(BIN)/python tests/bench/bench_fit.py $(ARGS)
 
-bench-split: .venv/.ready ## whether the planner finds the split that serves most, simulated (6 minutes; ARGS="--seed 2"), into build/bench-split.json
+bench-split: .venv/.ready ## whether the planner finds the split that serves most, simulated (half an hour; ARGS="--seed 2"), into build/bench-split.json
 	@$(BIN)/python tests/bench/bench_split.py $(ARGS)
 
 paper: .venv/.ready ## the paper's tables beside simulated ones (an hour on two cores; ARGS=--quick: two minutes), into build/paper

@@ -12,6 +12,8 @@ from dynamo._core import run_mocker_trace_replay
 from evolving_sim.node_config import NodeConfig
 from evolving_sim.traces import TraceSession
 
+_MODEL = "replayed"
+
 
 def write_sessions(sessions: Sequence[TraceSession], path: Path) -> None:
     """The sessions' main agents in the Weka/AgentX form, which the replay reads as it stands."""
@@ -21,7 +23,7 @@ def write_sessions(sessions: Sequence[TraceSession], path: Path) -> None:
                 {
                     "t": request.at_s,
                     "type": "s",
-                    "model": "replayed",
+                    "model": _MODEL,
                     "in": request.input_tokens,
                     "out": max(1, request.output_tokens),
                     "hash_ids": request.block_ids.tolist(),
@@ -32,7 +34,7 @@ def write_sessions(sessions: Sequence[TraceSession], path: Path) -> None:
             ]
             row = {
                 "id": session.session_id,
-                "models": ["replayed"],
+                "models": [_MODEL],
                 "block_size": session.block_tokens,
                 "hash_id_scope": "local",
                 "requests": rows,
@@ -50,13 +52,14 @@ def replay(path: Path, machine: NodeConfig, prefill: int, decode: int, concurren
     }
     result = run_mocker_trace_replay(
         [path],
-        prefill_engine_args={**engine, "worker_type": "prefill"},
-        decode_engine_args={**engine, "worker_type": "decode"},
+        prefill_engine_args={"engine": {**engine, "worker_type": "prefill"}},
+        decode_engine_args={"engine": {**engine, "worker_type": "decode"}},
         num_prefill_workers=prefill,
         num_decode_workers=decode,
         replay_concurrency=concurrency,
         router_mode="kv_router",
         trace_format="weka",
+        model_name=_MODEL,
     )
     summary: dict[str, Any] = result.summary
     return summary
