@@ -25,10 +25,11 @@ from evolving.core.throughput import NodeModel
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.runtime.channel import open_channel
 from evolving.v1 import planner_pb2, planner_pb2_grpc
+from evolving_sim.arms.named import ours
 from evolving_sim.driver import Run, Scenario, search
 from evolving_sim.node_config import NodeConfig
 from evolving_sim.planner_loop import LoopConfig, shape_of
-from evolving_sim.population import Period
+from evolving_sim.population import Period, WorkloadConfig
 from evolving_sim.sessions import AgentKind, Spread
 
 SPEED_UP = 10
@@ -90,7 +91,7 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
 
 def best_fixed_split(kind: AgentKind) -> SplitShape:
     """The one that serves most, of all fixed ones: searched in virtual time."""
-    scenario = Scenario(MACHINE, FIRST, [Period(0.0, {kind: AGENTS})])
+    scenario = Scenario(MACHINE, FIRST, WorkloadConfig((Period(0.0, {kind: AGENTS}),)))
     served = {shape: found.requests_per_s for shape, found in search(scenario, 100.0, 250.0).items()}
     best, second = sorted(served, key=served.__getitem__, reverse=True)[:2]
     assert served[best] > 1.1 * served[second], "a search with a clear result, or the test says nothing"
@@ -99,8 +100,8 @@ def best_fixed_split(kind: AgentKind) -> SplitShape:
 
 def splits_in_virtual_time() -> list[SplitShape]:
     """What the planner makes of the same work in the simulator: the split at the end of either period."""
-    periods = [Period(4 * SLOW.window_s * number, {kind: AGENTS}) for number, kind in enumerate(KINDS)]
-    run = Run(Scenario(MACHINE, FIRST, periods, LoopConfig(SLOW)))
+    periods = tuple(Period(4 * SLOW.window_s * number, {kind: AGENTS}) for number, kind in enumerate(KINDS))
+    run = Run(Scenario(MACHINE, FIRST, WorkloadConfig(periods), ours(LoopConfig(SLOW))))
     found = []
     for number in range(len(KINDS)):
         run.until(4 * SLOW.window_s * (number + 1) - 1)

@@ -35,8 +35,9 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class SessionPlayer:
-    """number: of the session. branch_id: of the main agent. first_request: number of the session's first among requests that share blocks.
+    """number: of the session. branch_id: of the main agent.
 
+    first_request: number of the session's first among requests that share blocks.
     open_loop: send requests when the trace says, instead of keeping the times in which agents think.
     """
 
