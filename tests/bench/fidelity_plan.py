@@ -1,9 +1,11 @@
 """What bench-fidelity plays, live and simulated: sessions, nodes, pace. Chosen for the load, before any comparison.
 
 Model time must dominate: the control plane's own milliseconds, on a machine with fewer cores than the cluster has
-processes, are in no equation. Hence nodes so slow that a prompt takes a second and an answer a few. The host memory of
-all nodes holds part of what the agents' branches count, so that reuse is lost for both sides to tell of. Agents think
-`compression` times as fast as recorded; coefficients are those of the wall clock.
+processes, are in no equation. Hence nodes so slow that a prompt takes a second and an answer a few. Reads from peers
+are hardly faster than computing, so that much of what is lost is lost in small choices, a few of each request; where
+only evictions of whole contexts lose reuse, they are so few, and bring so many others with them, that two runs of one
+and the same system part by more than the bars. Agents think `compression` times as fast as recorded; coefficients are
+those of the wall clock.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class Plan:
 
     machine: NodeConfig = MACHINE
     shape: SplitShape = SHAPE
-    sessions: int = 90
+    sessions: int = 70
     session_requests: int = 40  # of its main agent, at most
     concurrency: int = 24
     compression: float = 10.0
