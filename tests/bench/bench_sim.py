@@ -93,6 +93,8 @@ def told(found: Mapping[str, Any]) -> str:
     """A line."""
     if "unavailable" in found:
         return str(found["unavailable"])
+    if "requests" not in found:
+        return f"{found['summary']} in {found['wall_s']:.1f} s; {found['peak_memory_mib']:.0f} MiB"
     return (
         f"{found['requests']} requests of {found['prompt_tokens_mean']:.0f} tokens in {found['wall_s']:.1f} s, "
         f"{found['requests'] / found['wall_s']:.0f} a second; {found['simulated_s']:.0f} s simulated; "
