@@ -1,11 +1,11 @@
-"""What bench-fidelity plays, live and simulated: sessions, nodes, pace. Chosen for the load, before any comparison.
+"""What bench-fidelity plays, live and simulated: sessions, nodes, pace. Chosen by simulated runs, before any live one.
 
 Model time must dominate: the control plane's own milliseconds, on a machine with fewer cores than the cluster has
 processes, are in no equation. Hence nodes so slow that a prompt takes a second and an answer a few. Reads from peers
 are hardly faster than computing, so that much of what is lost is lost in small choices, a few of each request; where
 only evictions of whole contexts lose reuse, they are so few, and bring so many others with them, that two runs of one
-and the same system part by more than the bars. Agents think `compression` times as fast as recorded; coefficients are
-those of the wall clock.
+and the same system part by more than the bars. So it says little of how well evictions are simulated. Agents think
+`compression` times as fast as recorded; coefficients are those of the wall clock.
 """
 
 from __future__ import annotations
