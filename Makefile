@@ -7,6 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SERVICES := gateway planner directory node_agent
 MODEL := build/models/smollm2-135m-instruct
+COMPILED := build/compiled
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 help: ## list the commands
@@ -54,11 +55,17 @@ status: ## show them
 logs: ## follow their logs
 	@$(BIN)/python deploy/local/control.py logs
 
+$(COMPILED)/.ready: .venv/.ready libs/sim/compile.py $(shell find libs/common/src/evolving libs/sim/src/evolving_sim -name '*.py')
+	@command -v gcc >/dev/null && test -f "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" \
+	  || deploy/setup/debian.sh gcc libc6-dev python3-dev
+	@$(BIN)/python libs/sim/compile.py $(COMPILED)
+
 lint: .venv/.ready .venv-gen/.ready ## formatting, types, import rules, protos
 	@$(MAKE) -j2 -O --no-print-directory lint-types lint-rest
 
 lint-types:
 	@$(BIN)/mypy
+	@$(BIN)/python libs/sim/compile.py build/compilable --check
 
 lint-rest:
 	@$(BIN)/ruff check .
@@ -96,17 +103,17 @@ bench-kv: .venv/.ready ## reuse lost by policy and pool size, and hidden fetches
 bench-fit: $(MODEL)/.ready ## how well the time model fitted under load tells what it was not fitted to (25 minutes), into build/bench-fit.json
 	@$(BIN)/python tests/bench/bench_fit.py $(ARGS)
 
-bench-split: .venv/.ready ## whether the planner finds the split that serves most, simulated (half an hour; ARGS="--seed 2"), into build/bench-split.json
-	@$(BIN)/python tests/bench/bench_split.py $(ARGS)
+bench-split: $(COMPILED)/.ready ## whether the planner finds the split that serves most, simulated (half an hour; ARGS="--seed 2"), into build/bench-split.json
+	@PYTHONPATH=$(COMPILED) $(BIN)/python tests/bench/bench_split.py $(ARGS)
 
-paper: .venv/.ready ## the paper's tables beside simulated ones (an hour on two cores; ARGS=--quick: two minutes), into build/paper
-	@$(BIN)/evolving-sim paper $(ARGS)
+paper: $(if $(findstring --quick,$(ARGS)),.venv/.ready,$(COMPILED)/.ready) ## the paper's tables beside simulated ones (an hour on two cores; ARGS=--quick: two minutes), into build/paper
+	@$(if $(findstring --quick,$(ARGS)),,PYTHONPATH=$(COMPILED)) $(BIN)/evolving-sim paper $(ARGS)
 
 bench-fidelity: .venv/.ready ## one trace on the live mock cluster and simulated, request beside request: TRACE=FILE [QUICK=1], into build/bench-fidelity.json
 	@$(BIN)/python tests/bench/bench_fidelity.py --trace $(TRACE) $(if $(QUICK),--quick)
 
-bench-sim: .venv/.ready ## how fast the simulator is, beside Dynamo's replay and at 3,072 GPUs: TRACE=FILE [QUICK=1], into build/bench-sim.json
-	@$(BIN)/python tests/bench/bench_sim.py --trace $(TRACE) $(if $(QUICK),--quick)
+bench-sim: $(COMPILED)/.ready ## how fast the simulator is, beside Dynamo's replay and at 3,072 GPUs: TRACE=FILE [QUICK=1], into build/bench-sim.json
+	@PYTHONPATH=$(COMPILED) $(BIN)/python tests/bench/bench_sim.py --trace $(TRACE) $(if $(QUICK),--quick)
 
 images: ## build the four images, evolving-<service>:dev
 	@$(foreach service,$(SERVICES),docker build -f services/$(service)/Dockerfile -t evolving-$(subst _,-,$(service)):dev . &&) true

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Install the Debian packages the engine needs, if any is missing. Needs root only then.
+# Install Debian packages, if any is missing: those named, else those the engine needs. Needs root only then.
 set -euo pipefail
 packages=(libibverbs1 libnuma1 libcurl4 python3-venv)
+[ $# -eq 0 ] || packages=("$@")
 missing=()
 for package in "${packages[@]}"; do
   dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")

@@ -1,5 +1,7 @@
 """How fast the simulator is, and how much memory it takes: beside Dynamo's offline replay, and at 3,072 GPUs.
 
+It runs compiled (libs/sim/compile.py); the same requests not compiled have to be answered at the same times.
+
     make bench-sim TRACE=claude_code.jsonl.xz           a quarter of an hour
     make bench-sim TRACE=claude_code.jsonl.xz QUICK=1   two minutes, without the 3,072 GPUs
 
@@ -24,7 +26,7 @@ from typing import Annotated, Any
 import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from bench.sim_cases import agents_of_the_paper, partitions, recorded, recorded_by_dynamo
+from bench.sim_cases import agents_of_the_paper, not_compiled, partitions, recorded, recorded_by_dynamo
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = ROOT / "build" / "bench-sim.json"
@@ -32,6 +34,7 @@ REQUESTS_PER_S_LEAST = 600.0  # Dynamo's offline replay on a machine of this cla
 PARTITIONS_WALL_S_MOST = 600.0
 CASES: Mapping[str, Callable[[Path], dict[str, Any]]] = {
     "agents of the paper": agents_of_the_paper,
+    "agents of the paper, not compiled": not_compiled,
     "recorded sessions": recorded,
     "recorded sessions, by Dynamo": recorded_by_dynamo,
     "3,072 GPUs": partitions,
@@ -84,7 +87,10 @@ def measured(name: str, trace: Path) -> dict[str, Any]:
 def apart(name: str, trace: Path) -> dict[str, Any]:
     """A case in a process of its own."""
     command = [sys.executable, __file__, "--trace", str(trace), "--case", name]
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=True)
+    environment = dict(os.environ)
+    if CASES[name] is not_compiled:
+        environment.pop("PYTHONPATH", None)
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -108,6 +114,15 @@ def bars(result: Mapping[str, Mapping[str, Any]]) -> Iterator[Bar]:
         per_s = result[name]["requests"] / result[name]["wall_s"]
         yield Bar(f"{name}: requests a second of one core", f"≥ {REQUESTS_PER_S_LEAST:.0f}", f"{per_s:.0f}",
                   per_s >= REQUESTS_PER_S_LEAST)  # fmt: skip
+    digests = {
+        result[name]["first_requests_sha256"] for name in ("agents of the paper", "agents of the paper, not compiled")
+    }
+    yield Bar(
+        "compiled or not: the same answers, to the last bit",
+        "equal",
+        "equal" if len(digests) == 1 else "not",
+        len(digests) == 1,
+    )
     if "3,072 GPUs" in result:
         wall_s = result["3,072 GPUs"]["wall_s"]
         yield Bar("3,072 GPUs for 5 minutes: wall time", f"< {PARTITIONS_WALL_S_MOST:.0f} s", f"{wall_s:.0f} s",

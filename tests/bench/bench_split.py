@@ -15,7 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -72,15 +72,46 @@ class Planned:
         return before[-1] if before else self.start
 
 
-def plan(scenario: Scenario, end_s: float) -> Planned:
+def plan(scenario: Scenario, end_s: float, seed: int) -> Planned:
     """Play a scenario that has a planner."""
-    run = Run(scenario)
+    run = Run(replace(scenario, seed=seed))
     run.until(end_s)
     run.check_invariants()
     assert run.planner is not None
     reasons = tuple(decision.reason for decision in run.planner.decisions)
     gate, switches = run.planner.config.planner.gate.value, tuple(run.planner.switches)
     return Planned(str(scenario.shape), gate, switches, reasons, run.cluster.oldest_open_s())
+
+
+# What processes are told to play: by name, as what the core is made of does not travel between them once compiled.
+
+
+def serve_case(number: int, shape: str, seed: int) -> Summary:
+    """What a fixed split serves of `CASES[number]`."""
+    first = SplitShape.parse(shape)
+    return serve(replace(CASES[number].scenario(first), seed=seed), first, WARM_S, END_S)
+
+
+def plan_case(number: int, start: str, gate: Gate, seed: int) -> Planned:
+    """What a planner makes of `CASES[number]`."""
+    return plan(replace(CASES[number].scenario(SplitShape.parse(start)), arm=planner(gate)), STEADY_END_S, seed)
+
+
+def plan_shift(gate: Gate, seed: int) -> Planned:
+    """What a planner makes of the shift."""
+    return plan(shift_scenario(planner(gate)), SHIFT_END_S, seed)
+
+
+def plan_burst(shape: str, gate: Gate, seed: int) -> Planned:
+    """What a planner makes of a burst."""
+    return plan(burst_scenario(SplitShape.parse(shape), gate), STEADY_END_S, seed)
+
+
+def serve_shift(shape: str, seed: int) -> list[Summary]:
+    """What a fixed split serves of the shift: of each window, then of each period."""
+    run = Run(replace(shift_scenario(ARMS["ours-static"]), shape=SplitShape.parse(shape), seed=seed))
+    run.until(SHIFT_END_S)
+    return [run.results.between(from_s, to_s) for from_s, to_s in (*SHIFT_WINDOWS, *SHIFT_PERIODS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +158,6 @@ class Shifted:
         return min(prefills) <= SplitShape.parse(shape).prefill <= max(prefills)
 
 
-def serve_shift(shape: SplitShape, seed: int) -> list[Summary]:
-    """What a fixed split serves of the shift: of each window, then of each period."""
-    run = Run(replace(shift_scenario(ARMS["ours-static"]), shape=shape, seed=seed))
-    run.until(SHIFT_END_S)
-    return [run.results.between(from_s, to_s) for from_s, to_s in (*SHIFT_WINDOWS, *SHIFT_PERIODS)]
-
-
 @dataclass(frozen=True, slots=True)
 class Bar:
     """One thing to show."""
@@ -150,7 +174,6 @@ class Bench:
     def __init__(self, pool: ProcessPoolExecutor, seed: int = 1) -> None:
         self._pool = pool
         self._seed = seed
-        self._fixed: dict[str, dict[str, Future[Summary]]] = {}
         self.bars: list[Bar] = []
         self.searched: dict[str, Searched] = {}
         self.shifted = Shifted((), ())
@@ -158,20 +181,24 @@ class Bench:
 
     def run(self) -> None:
         """Search, plan, compare."""
-        shifted = {str(shape): self._pool.submit(serve_shift, shape, self._seed) for shape in shapes(NODES)}
-        fixed = {case_key(case): self._search(case) for case in CASES}
+        splits = [str(shape) for shape in shapes(NODES)]
+        shifted = {shape: self._pool.submit(serve_shift, shape, self._seed) for shape in splits}
+        fixed = {
+            case.name: {shape: self._pool.submit(serve_case, number, shape, self._seed) for shape in splits}
+            for number, case in enumerate(CASES)
+        }
         steady = [
-            (case, self._submit(replace(case.scenario(SplitShape.parse(start)), arm=planner(gate)), STEADY_END_S))
-            for case in CASES
+            (case, self._pool.submit(plan_case, number, start, gate, self._seed))
+            for number, case in enumerate(CASES)
             for gate in Gate
             for start in case.starts
         ]
-        shifts = [self._submit(shift_scenario(planner(gate)), SHIFT_END_S) for gate in Gate]
+        shifts = [self._pool.submit(plan_shift, gate, self._seed) for gate in Gate]
         for key, runs in fixed.items():
             self.searched[key] = Searched({shape: run.result() for shape, run in runs.items()})
             told(f"{key}: " + ", ".join(f"{s} {r.requests_per_s:.3f}/s" for s, r in self.searched[key].served.items()))
-        best = SplitShape.parse(self.searched[case_key(CASES[0])].order[0])
-        bursts = [self._submit(burst_scenario(best, gate), STEADY_END_S) for gate in Gate]
+        best = self.searched[CASES[0].name].order[0]
+        bursts = [self._pool.submit(plan_burst, best, gate, self._seed) for gate in Gate]
         for case in CASES:
             self._best(case)
         for case, run in steady:
@@ -182,28 +209,13 @@ class Bench:
         for run in bursts:
             self._burst(run.result())
 
-    def _search(self, case: Case) -> dict[str, Future[Summary]]:
-        key = case_key(case)
-        if key not in self._fixed:
-            self._fixed[key] = {
-                str(shape): self._pool.submit(serve, self._seeded(case.scenario(shape)), shape, WARM_S, END_S)
-                for shape in shapes(NODES)
-            }
-        return self._fixed[key]
-
-    def _submit(self, scenario: Scenario, end_s: float) -> Future[Planned]:
-        return self._pool.submit(plan, self._seeded(scenario), end_s)
-
-    def _seeded(self, scenario: Scenario) -> Scenario:
-        return replace(scenario, seed=self._seed)
-
     def _best(self, case: Case) -> None:
         if case.bests:
-            best = self.searched[case_key(case)].order[0]
+            best = self.searched[case.name].order[0]
             self.bars.append(Bar(f"{case.name}: best split", " or ".join(case.bests), best, best in case.bests))
 
     def _steady(self, case: Case, run: Planned) -> None:
-        searched = self.searched[case_key(case)]
+        searched = self.searched[case.name]
         last = run.stands_at(END_S)
         short = searched.short(last)
         self._keep(case.name, run, {"last": last, "short": short})
@@ -260,12 +272,6 @@ class Bench:
             "planned": self.planned,
             "bars": [asdict(bar) for bar in self.bars],
         }
-
-
-def case_key(case: Case) -> str:
-    """Cases of equal work and machine are searched once."""
-    agents = " + ".join(f"{count} {kind.name}" for kind, count in case.agents.items())
-    return f"{agents}, {case.machine.decode.experts} experts"
 
 
 def told(line: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 import time
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from evolving_sim.trace_files import read_sessions
 from evolving_sim.traced import TraceKind
 from evolving_sim.traces import TraceSession
 
-REQUESTS = 10_000
+REQUESTS, REQUESTS_COMPARED = 10_000, 1_500
 STEP_S = 10.0
 CONTEXT_TOKENS_MAX = 400_000
 THINK_S_MAX = 60.0
@@ -30,11 +31,18 @@ SESSIONS, SESSIONS_AT_ONCE = 200, 126
 NODES, PARTITIONS, PARTITION_NODES, PARTITION_S = 9, 8, 96, 300.0
 AGENTS_PER_NODE = 14  # as many as nine nodes have in the paper's coding runs: 126
 
+_CODING = WorkloadConfig(periods=(Period(0.0, {CODING: AGENTS_PER_NODE * NODES}),))
+_AGENTS_OF_THE_PAPER = Scenario(GLM_5_2, SplitShape(4, 5), _CODING, ARMS["ours"])
+
 
 def agents_of_the_paper(trace: Path) -> dict[str, Any]:
     """Nine nodes and 126 coding agents, with the planner, until so many requests are answered."""
-    workload = WorkloadConfig(periods=(Period(0.0, {CODING: AGENTS_PER_NODE * NODES}),))
-    return _until_answered(Scenario(GLM_5_2, SplitShape(4, 5), workload, ARMS["ours"]), REQUESTS)
+    return _until_answered(_AGENTS_OF_THE_PAPER, REQUESTS)
+
+
+def not_compiled(trace: Path) -> dict[str, Any]:
+    """The same, fewer requests."""
+    return _until_answered(_AGENTS_OF_THE_PAPER, REQUESTS_COMPARED)
 
 
 def recorded(trace: Path) -> dict[str, Any]:
@@ -90,7 +98,9 @@ def _until_answered(scenario: Scenario, requests: int) -> dict[str, Any]:
 
 def _figures(tables: Sequence[Table], simulated_s: float, wall_s: float) -> dict[str, Any]:
     prompts = np.concatenate([table.prompt_tokens for table in tables])
+    first = [column[:REQUESTS_COMPARED].tobytes() for table in tables for column in (table.sent_s, table.done_s)]
     return {
+        "first_requests_sha256": hashlib.sha256(b"".join(first)).hexdigest(),
         "requests": len(prompts),
         "prompt_tokens_mean": float(prompts.mean()),
         "simulated_s": simulated_s,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import cast
 
 import pytest
-from bench.bench_split import Bench, Planned, Searched, Shifted, case_key
+from bench.bench_split import Bench, Planned, Searched, Shifted
 from bench.split_cases import BURST_AT_S, CASES, END_S, SHIFT_PERIODS, SHIFT_WINDOWS, WINDOW_S
 
 from evolving_sim.arms.arm import Switch
@@ -53,7 +53,7 @@ def good(*shapes: str) -> Searched:
 def bench() -> Bench:
     """All work was searched, and nothing runs."""
     searched = Bench(cast("ProcessPoolExecutor", None))
-    searched.searched = {case_key(case): SERVED for case in CASES}
+    searched.searched = {case.name: SERVED for case in CASES}
     searched.shifted = Shifted([good("4P5D")] * len(SHIFT_WINDOWS), [SERVED] * len(SHIFT_PERIODS))
     return searched
 

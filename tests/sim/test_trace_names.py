@@ -118,14 +118,17 @@ def test_names_are_equal_where_a_replays_contexts_are(played: list[TraceSession]
 
 
 @settings(max_examples=50)
-@given(sessions(), st.sampled_from((1, 2)))
-def test_a_trace_with_larger_blocks_than_the_clusters(played: list[TraceSession], block_tokens: int) -> None:
+@given(sessions(), st.sampled_from((1, 2, 8, 12)))
+def test_a_trace_with_larger_or_smaller_blocks_than_the_clusters(played: list[TraceSession], block_tokens: int) -> None:
     check(played, block_tokens)
 
 
-@pytest.mark.parametrize("fixture", ["claude_code_small.jsonl.xz", "mooncake_small.jsonl.gz"])
-def test_real_sessions(fixture: str) -> None:
-    check(list(read_sessions(FIXTURES / fixture))[:20], 64)
+@pytest.mark.parametrize(
+    ("fixture", "block_tokens"),
+    [("claude_code_small.jsonl.xz", 64), ("claude_code_small.jsonl.xz", 256), ("mooncake_small.jsonl.gz", 64)],
+)
+def test_real_sessions(fixture: str, block_tokens: int) -> None:
+    check(list(read_sessions(FIXTURES / fixture))[:20], block_tokens)
 
 
 def test_a_prompt_that_extends_the_last_one_holds_its_answer_as_far_as_it_is_long_enough() -> None:
@@ -149,5 +152,5 @@ def test_a_rewrite_is_another_version_that_keeps_what_it_starts_with() -> None:
 
 
 def test_blocks_that_are_no_parts_of_the_traces_are_refused() -> None:
-    with pytest.raises(ValueError, match="block_tokens must divide"):
+    with pytest.raises(ValueError, match="must divide them or be a multiple"):
         BlockContents("s", 64, 48)

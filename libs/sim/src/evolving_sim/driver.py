@@ -5,6 +5,7 @@ The same scenario gives the same run in every process.
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from evolving_sim.sim_cluster import Listeners, SimCluster
 
 _LOOK_S = 1.0  # between looks at prefill nodes' waits
 _DEBUG_EVENTS = 100  # between checks of all invariants
+_YOUNG = 50_000  # objects made between looks for garbage: a run makes many, and hardly any that only cycles keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,12 @@ class Run:
 
     def until(self, end_s: float) -> None:
         """Go on to `end_s` of virtual time."""
-        self.events.run_until(end_s)
+        threshold = gc.get_threshold()
+        gc.set_threshold(_YOUNG, *threshold[1:])
+        try:
+            self.events.run_until(end_s)
+        finally:
+            gc.set_threshold(*threshold)
 
     def _look(self) -> None:
         """Note how long prompts wait where they are computed, and how many of those nodes do nothing."""

@@ -43,7 +43,7 @@ class NamedRequest:
 class BlockContents:
     """What block ids stand for: of one session, or of all where the trace shares ids. `scope` tells it from others.
 
-    Raises ValueError where a block of the trace isn't whole blocks of the cluster.
+    Raises ValueError where neither of the trace's and the cluster's blocks is whole ones of the other.
     """
 
     scope: str
@@ -54,10 +54,10 @@ class BlockContents:
     known: dict[int, Stretches] = field(init=False, default_factory=dict)  # (): made up, all of it
 
     def __post_init__(self) -> None:
-        if self.trace_block_tokens % self.block_tokens:
+        if self.trace_block_tokens % self.block_tokens and self.block_tokens % self.trace_block_tokens:
             raise ValueError(
-                f"the trace has blocks of {self.trace_block_tokens} tokens: block_tokens must divide them, "
-                f"{self.block_tokens} does not"
+                f"the trace has blocks of {self.trace_block_tokens} tokens: block_tokens must divide them or be a "
+                f"multiple, {self.block_tokens} is neither"
             )
         self.root = blake2b(self.scope.encode(), digest_size=NAME_BYTES).digest()
 
@@ -119,31 +119,31 @@ class _Agent:
         returned_tokens = min(output_tokens, recorded_output(request))
         self.said_after[_last(request.block_ids)] = (*tail, (_ANSWERS + number, 0, returned_tokens))
         after = (*tail, (_ANSWERS + number, 0, output_tokens))
-        size, ids = self.contents.block_tokens, request.block_ids
-        per_id = self.contents.trace_block_tokens // size
+        size, whole = self.contents.block_tokens, self.contents.trace_block_tokens
         blocks = (request.input_tokens + output_tokens - 1) // size
-        rest = self.names[shared_ids * per_id :]  # of the last context; this one may go on with some of it
+        start = shared_ids * whole // size
+        rest = self.names[start:]  # of the last context; this one may go on with some of it
         new: list[bytes] = []
-        name = self.names[shared_ids * per_id - 1] if shared_ids else self.contents.root
-        keys = self._id_keys(ids[shared_ids:].tolist())
-        for key in (*keys, *_keys(after, size, blocks - len(ids) * per_id)):
+        name = self.names[start - 1] if start else self.contents.root
+        for key in self._block_keys(request.block_ids[start * size // whole :].tolist(), after, blocks - start):
             name = blake2b(name + key, digest_size=NAME_BYTES).digest()
             new.append(name)
         common = next((at for at, (one, two) in enumerate(zip(rest, new, strict=False)) if one != two), None)
         common = min(len(rest), len(new)) if common is None else common
-        shared = shared_ids * per_id + common
+        shared = start + common
         if common < len(rest):
             self.names = self.names[:shared]
         self.names += new[common:]
         return self.names, blocks, shared
 
-    def _id_keys(self, ids: Sequence[int]) -> Iterable[bytes]:
-        """What the tokens are of each block of some ids."""
+    def _block_keys(self, ids: Sequence[int], after: Stretches, blocks: int) -> Iterable[bytes]:
+        """What the tokens are of each of so many blocks: those of some ids, and after them."""
         known, size, whole = self.contents.known, self.contents.block_tokens, self.contents.trace_block_tokens
         if size == whole:
-            return [_key(known[block_id]) if known[block_id] else _pack(block_id, 0, whole) for block_id in ids]
+            keys = [_key(known[block_id]) if known[block_id] else _pack(block_id, 0, whole) for block_id in ids]
+            return (*keys, *_keys(after, size, blocks - len(ids)))
         tokens = (known[block_id] or ((block_id, 0, whole),) for block_id in ids)
-        return itertools.chain.from_iterable(_keys(each, size, whole // size) for each in tokens)
+        return _keys(itertools.chain(itertools.chain.from_iterable(tokens), after), size, blocks)
 
     def _read(self, request: TraceRequest, shared_ids: int, number: int) -> Stretches:
         """Learn the ids that are new in a prompt. Returns what follows its last full block."""
@@ -163,12 +163,25 @@ class _Agent:
         return _filled(_cut(said, tail_from, new_tokens), _TAILS + number, new_tokens - tail_from)
 
 
-def _keys(tokens: Stretches, size: int, blocks: int) -> Iterator[bytes]:
-    for at in range(blocks):
-        yield _key(_cut(tokens, at * size, (at + 1) * size))
+def _keys(tokens: Iterable[Stretch], size: int, blocks: int) -> Iterator[bytes]:
+    """Of the first blocks of so many tokens each. Stretches that go on from one another are as one, cut or not."""
+    block: list[Stretch] = []
+    room = size
+    for whose, start, count in tokens:
+        first, left = start, count
+        while left and blocks > 0:
+            taken = min(room, left)
+            if block and block[-1][0] == whose and block[-1][1] + block[-1][2] == first:
+                block[-1] = (whose, block[-1][1], block[-1][2] + taken)
+            else:
+                block.append((whose, first, taken))
+            first, left, room = first + taken, left - taken, room - taken
+            if room == 0:
+                yield _key(block)
+                block, room, blocks = [], size, blocks - 1
 
 
-def _key(tokens: Stretches) -> bytes:
+def _key(tokens: Iterable[Stretch]) -> bytes:
     return b"".join([_pack(*stretch) for stretch in tokens])
 
 

@@ -84,7 +84,7 @@ class Lineage:
         kin = self._kin.get(key)
         if kin is None:
             kin = self._kin[key] = _Kin(None)
-        if parent is not None and key in self._ancestors(parent):
+        if parent is not None and any(above == key for above in self._ancestors(parent)):
             parent = None
         before = kin.parent
         kin.parent = parent

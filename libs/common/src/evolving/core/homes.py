@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 
 class HomeMap:
@@ -14,7 +15,7 @@ class HomeMap:
 
     __slots__ = ("_stretches",)
 
-    NOBODY = 0
+    NOBODY: ClassVar[int] = 0
 
     def __init__(self) -> None:
         self._stretches: list[tuple[int, int, int]] = []  # first block, end, node; gapless from 0

@@ -207,12 +207,12 @@ class RunTree:
         if parent is None or len(parent.children) != 1 or not parent.agrees(run):
             return None
         if run.size <= parent.size:
-            self._where.update(dict.fromkeys(run.names, parent))
+            self._point(run.names, parent)
             parent.names += run.names
             self._adopt(parent, run)
             gone, stays = run, parent
         else:
-            self._where.update(dict.fromkeys(parent.names, run))
+            self._point(parent.names, run)
             run.names = parent.names + run.names
             run.start = parent.start
             run.parent = parent.parent
@@ -234,8 +234,13 @@ class RunTree:
         self._serial += 1
         run = Run(names, start, parent, self._serial)
         self.runs[run] = None
-        self._where.update(dict.fromkeys(names, run))
+        self._point(names, run)
         return run
+
+    def _point(self, names: list[bytes], run: Run) -> None:
+        where = self._where
+        for name in names:
+            where[name] = run
 
     # -- invariants
 

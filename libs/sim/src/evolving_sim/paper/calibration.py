@@ -86,14 +86,15 @@ def fit(ours: Callable[[float], float], wanted: float) -> Fit:
     return Fit(nearest[0], nearest[1] / wanted - 1.0, tuple(tried))
 
 
-def _fit(target: Target, share: float) -> Fit:
+def _fit(number: int, share: float) -> Fit:
+    target = TARGETS[number]
     return fit(lambda factor: target.ours(factor, share), target.figure.value)
 
 
 def main(share: float) -> None:
     """Fit both machines and print what came out."""
     with ProcessPoolExecutor(len(TARGETS), get_context("spawn")) as pool:
-        for target, found in zip(TARGETS, pool.map(partial(_fit, share=share), TARGETS), strict=True):
+        for target, found in zip(TARGETS, pool.map(partial(_fit, share=share), range(len(TARGETS))), strict=True):
             tried = ", ".join(f"{factor:.3f}: {value:.3f}" for factor, value in found.tried)
             print(f"{target.load} on {target.shape}: factor {found.factor:.3f}, residual {found.residual:+.1%}")
             print(f"  by which {target.figure.metric} changes {found.slope:+.2f} % per percent; tried {tried}")
