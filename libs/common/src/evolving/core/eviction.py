@@ -7,6 +7,7 @@ blocks are still on their way; so in L2 such a block is needed as the last copy 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 
 from evolving.core.config import EvictionPolicy
 from evolving.core.needs import JUST_MADE, blocks_until_last, is_last, need_at_end
@@ -32,6 +33,16 @@ class EvictionOrder:
                 if len(heap) > 4 * len(self._runs) + 64:
                     heap[:] = [self._entry(each, tier) for each in self._runs if each.evictable(tier)]
                     heapq.heapify(heap)
+
+    def offer_all(self, runs: Iterable[Run]) -> None:
+        """Offer runs, and below each those that go by what lies above them, once each."""
+        offered: set[Run] = set()
+        for run in runs:
+            at: Run | None = run
+            while at is not None and at not in offered:
+                offered.add(at)
+                self.offer(at)
+                at = next(iter(at.children)) if len(at.children) == 1 else None
 
     def pop(self, tier: Tier) -> tuple[Run, int] | None:
         """The run whose last blocks go next, and how many at most before another may; it must be offered again if it

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from evolving.core.blocks import split_names
 from evolving.core.config import EvictionPolicy
 from evolving.core.eviction import EvictionOrder
 from evolving.core.pool_events import PoolEvent, PoolEvents, PoolLog
+from evolving.core.pool_needs import PoolNeeds
 from evolving.core.pool_runs import Leaving, Run, RunTree, Use
-from evolving.core.terms import NAME_BYTES, Tier
+from evolving.core.terms import Tier
 
 _BOTH = Tier.L1 | Tier.L2
 
@@ -36,7 +36,7 @@ class NodePool:
         self._capacity = {Tier.L1: l1_blocks, Tier.L2: l2_blocks}
         self._tree = RunTree(self._offer)
         self._order = EvictionOrder(policy, self._tree.runs)
-        self._absent: dict[bytes, int] = {}  # nonzero needs of blocks that are not here; of others, runs say it
+        self._needs = PoolNeeds(self._tree, self._order)
         self._events = PoolEvents()
         self._log = log or self._events
         self._operation = 0
@@ -108,7 +108,7 @@ class NodePool:
 
     def needs(self) -> dict[bytes, int]:
         """Nonzero needs of held blocks."""
-        return {name: run.need for run in self._tree.runs if run.need for name in run.names}
+        return self._needs.held()
 
     def snapshot(self) -> list[PoolEvent]:
         """All that is held, as events from nothing, parents before children."""
@@ -197,47 +197,18 @@ class NodePool:
 
     def set_needs(self, needs: Mapping[bytes, int]) -> None:
         """Say how much blocks are needed; 0 forgets one. Of a block that isn't here it waits for it."""
-        names = list(needs)
-        pieces: dict[Run, list[_Piece]] = {}
-        at = 0
-        while at < len(names):
-            need, run = needs[names[at]], self._tree.get(names[at])
-            if run is None:
-                self._await(names[at : at + 1], need)
-                at += 1
-                continue
-            first = last = _position(run, names[at], 1, run.size)
-            while at < len(names) and last < run.size and names[at] == run.names[last] and needs[names[at]] == need:
-                at += 1
-                last += 1
-            pieces.setdefault(run, []).append((first, last, need))
-        self._assign(pieces)
+        self._zero_l2 += self._needs.set_needs(needs)
 
     def set_stretches(self, needs: Iterable[tuple[bytes, int]]) -> None:
         """The same of consecutive blocks of contexts, their names joined; of a block that comes twice the last holds.
 
         Costs the runs concerned, not their blocks.
         """
-        pieces: dict[Run, list[_Piece]] = {}
-        for names, need in needs:  # of one context, the deepest first as a rule
-            blocks, at = len(names) // NAME_BYTES, 0
-            while at < blocks:
-                name = names[at * NAME_BYTES : (at + 1) * NAME_BYTES]
-                run = self._tree.get(name)
-                if run is None:  # nor is anything below it
-                    self._await(split_names(names[at * NAME_BYTES :]), need)
-                    break
-                own = pieces.setdefault(run, [])
-                first = _position(run, name, blocks - at, own[-1][0] if own else run.size)
-                size = _common(run, first, names, at)
-                own.append((first, first + size, need))
-                at += size
-        self._assign(pieces)
+        self._zero_l2 += self._needs.set_stretches(needs)
 
     def forget_needs(self) -> None:
         """All needs are zero, as of blocks that never come."""
-        self._absent.clear()
-        self.set_needs(dict.fromkeys(self.needs(), 0))
+        self._zero_l2 += self._needs.forget()
 
     # -- losing blocks
 
@@ -293,16 +264,6 @@ class NodePool:
     def _offer(self, run: Run) -> None:
         self._order.offer(run)
 
-    def _offer_all(self, runs: Iterable[Run]) -> None:
-        """Offer runs, and below each those that go by what lies above them, once each."""
-        offered: set[Run] = set()
-        for run in runs:
-            at: Run | None = run
-            while at is not None and at not in offered:
-                offered.add(at)
-                self._offer(at)
-                at = next(iter(at.children)) if len(at.children) == 1 else None
-
     def _lock(self, run: Run, use: Use, change: int) -> None:
         was_used = run.used_in_l1
         locks = list(run.locks)
@@ -329,14 +290,12 @@ class NodePool:
         for run in reversed(self._tree.path(names, have, held)):
             self._enter(run, tier)
         if last > held:
-            new = names[held:last]
             above = self._tree.cut(names, held)
-            run = self._tree.add(above, new)
+            run = self._tree.add(above, names[held:last])
             self._enter(run, tier)
             if above is not None and len(above.children) == 2:
-                self._offer_all(above.children)
-            if self._absent and not self._absent.keys().isdisjoint(new):
-                self._meet(run)
+                self._order.offer_all(above.children)
+            self._zero_l2 += self._needs.came(run)
 
     def _enter(self, run: Run, tier: Tier) -> None:
         run.tiers |= tier
@@ -362,16 +321,15 @@ class NodePool:
             self._log.removed(tier, run)
         parent, effective = run.parent, run.effective
         if not run.tiers:
-            if run.need:
-                self._await(run.names, run.need)
+            self._needs.leaves(run)
             self._tree.remove(run)
             if parent is not None and len(parent.children) == 1:
-                self._offer_all(parent.children)
+                self._order.offer_all(parent.children)
         if parent is not None:
             parent.below[tier] -= 1
             self._offer(parent)
             if not run.tiers:
-                self._settle(parent, effective, 0)
+                self._needs.settle(parent, effective, 0)
 
     def _leave_if_unused(self, run: Run) -> None:
         if run.leaving is Leaving.L1 and not run.used_in_l1:
@@ -400,66 +358,12 @@ class NodePool:
         for run in shortened:
             self._tree.merge_around(run)
 
-    def _await(self, names: Sequence[bytes], need: int) -> None:
-        """A need of blocks that are not here."""
-        if need > 0:
-            self._absent.update(dict.fromkeys(names, need))
-        elif self._absent:
-            for name in names:
-                self._absent.pop(name, None)
-
-    def _assign(self, pieces: Mapping[Run, Sequence[_Piece]]) -> None:
-        """Parts of runs have these needs, later ones before earlier ones: cut the runs where needs differ."""
-        renewed: list[Run] = []
-        for run, own in pieces.items():
-            at = run
-            for first, need in reversed(_parts(run, own)):  # from the end on, so that what is left stays one run
-                before = None
-                if first > 0:
-                    before, at = self._tree.split(at, first)
-                if at.need != need:
-                    self._set_need(at, need)
-                    renewed.append(at)
-                if before is not None:
-                    at = before
-        self._offer_all(renewed)
-        for run in renewed:
-            self._tree.merge_near(run)
-
-    def _meet(self, run: Run) -> None:
-        """Give a run that came the needs that waited for its blocks."""
-        self._assign({run: [(at, at + 1, self._absent.pop(name, 0)) for at, name in enumerate(run.names)]})
-
-    def _set_need(self, run: Run, need: int) -> None:
-        if run.tiers & Tier.L2:
-            self._zero_l2 += run.size * ((need == 0) - (run.need == 0))
-        own, before = run.need, run.effective
-        run.need = need
-        if need >= before:
-            run.effective = need
-        elif own == before:  # else it is a child's, and stays
-            run.effective = max([need, *(child.effective for child in run.children)])
-        if run.effective != before:
-            self._settle(run.parent, before, run.effective)
-
-    def _settle(self, run: Run | None, before: int, after: int) -> None:
-        """A child's effective need changed: bring those above to theirs."""
-        while run is not None and before != after:
-            own = run.effective
-            if after > own:
-                run.effective = after
-            elif before == own and run.need < own and not any(child.effective == own for child in run.children):
-                run.effective = max([run.need, *(child.effective for child in run.children)])
-            before, after = own, run.effective
-            if before != after:
-                self._offer(run)
-            run = run.parent
-
     # -- invariants
 
     def check_invariants(self) -> None:
         """Assert all bookkeeping against a recount; walks everything."""
         self._tree.check_invariants()
+        self._needs.check_invariants()
         runs = list(self._tree.runs)
         for tier in Tier:
             assert self._blocks[tier] == sum(run.size for run in runs if run.tiers & tier)
@@ -471,42 +375,3 @@ class NodePool:
         for run in runs:
             assert run.tiers & Tier.L1 or not run.used_in_l1
             assert run.tiers & Tier.L2 or not run.locks[Use.QUEUED]
-            assert self._absent.keys().isdisjoint(run.names)
-        assert all(need > 0 for need in self._absent.values())
-
-
-_Piece = tuple[int, int, int]
-"""First block of a run, the one after the last, and their need."""
-
-
-def _parts(run: Run, pieces: Sequence[_Piece]) -> list[tuple[int, int]]:
-    """A run's parts by need, once these pieces have theirs: the first block of each, and its need."""
-    cuts = sorted({0, run.size, *(piece[0] for piece in pieces), *(piece[1] for piece in pieces)})
-    place = {cut: number for number, cut in enumerate(cuts)}
-    needs = [run.need] * (len(cuts) - 1)
-    for first, last, need in pieces:
-        needs[place[first] : place[last]] = [need] * (place[last] - place[first])
-    return [(cuts[at], need) for at, need in enumerate(needs) if at == 0 or needs[at - 1] != need]
-
-
-def _position(run: Run, name: bytes, blocks: int, end: int) -> int:
-    """Where a block is in its run; as a rule the first one, or so many `blocks` before `end`."""
-    names = run.names
-    if names[0] == name:
-        return 0
-    if blocks <= end and names[end - blocks] == name:
-        return end - blocks
-    return names.index(name)
-
-
-def _common(run: Run, first: int, names: bytes, at: int) -> int:
-    """How many blocks from `first` of a run on equal names[at:], joined. They agree up to somewhere: bisects."""
-    low, high = 0, min(run.size - first, len(names) // NAME_BYTES - at) + 1
-    probe = high - 1
-    while high - low > 1:
-        if names.startswith(run.names[first + probe - 1], (at + probe - 1) * NAME_BYTES):
-            low = probe
-        else:
-            high = probe
-        probe = (low + high) // 2
-    return low
