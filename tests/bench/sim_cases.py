@@ -54,20 +54,18 @@ def recorded(trace: Path) -> dict[str, Any]:
 
 
 def recorded_by_dynamo(trace: Path) -> dict[str, Any]:
-    """The same sessions' main agents in Dynamo's offline replay, on as many workers with its KV router."""
-    try:
-        from bench.dynamo_replay import replay, write_sessions
-    except ImportError as error:
-        return {"unavailable": f"ai-dynamo-runtime is not installed here ({error})"}
+    """The same sessions in Dynamo's offline replay, on as many workers with its KV router."""
+    from bench.dynamo_replay import replay, write_sessions
+
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "sessions.jsonl"
         write_sessions(_sessions(trace), path)
-        begun_s = time.perf_counter()
         try:
-            summary = replay(path, GLM_5_2, 4, 5, SESSIONS_AT_ONCE)
-        except ValueError as error:  # its settings change from release to release
+            return replay(path, GLM_5_2, 4, 5, SESSIONS_AT_ONCE)
+        except ImportError as error:
+            return {"unavailable": f"ai-dynamo-runtime is not installed here ({error})"}
+        except Exception as error:  # noqa: BLE001  # no narrower type; what it takes changes from release to release
             return {"unavailable": f"Dynamo's replay refuses: {error}"}
-        return {"wall_s": time.perf_counter() - begun_s, "summary": summary}
 
 
 def partitions(trace: Path) -> dict[str, Any]:
