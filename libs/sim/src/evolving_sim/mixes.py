@@ -79,18 +79,18 @@ CODING = AgentKind(
 # Mathematics (Putnam), GLM-5.2. Published: pauses of 10 s, 0.98 % of prompts new.
 # Outputs: Table 5's (14.0 − 0.6) s on 2P7D are 540 iterations of the 24.8 ms that 17.6 requests per node take. The 95th
 # percentile of E2E, 72.6 s, is 5.4 times that mean, more than any log-normal has: one answer in ten is a long one.
-# Prompts of 110,000 tokens, assumed: with 1 % of them new, one prefill node then computes about as many requests as
-# seven or eight decode nodes answer. §5.2 ends on 1P8D to 2P7D, Table 5 has 2P7D before 1P8D, and with Kimi K2.6 the
-# best split of §5.4's Putnam windows is 3P6D. Short prompts would leave one prefill node idle in all of them.
-# 80 requests per agent follow from prompts of such length that grow by 2,300 tokens.
+# Prompts of 32,000 tokens, assumed: Table 5's SGLang serves 224 agents from two prefill nodes and recomputes next to
+# nothing, and its nodes' host memory holds 5 million tokens each (arms/named.py), so all agents have less than ten
+# millions. Prompts grow by 1,490 tokens, so an agent makes 40 requests. What all agents begin with is less than three
+# tenths of a first prompt: see computer use, below.
 MATH = AgentKind(
     name="math",
-    system_tokens=2_000,
-    opening_tokens=Spread(800, 1_000, most=10_000),
-    new_tokens=Spread(700, 1_110, most=20_000),
+    system_tokens=500,
+    opening_tokens=Spread(2_000, 2_500, most=10_000),
+    new_tokens=Spread(190, 300, most=5_000),
     output_tokens=Mixed(Spread(400, 600, most=4_000), Spread(6_300, 6_500, most=30_000), rare_share=0.1),
     think_s=Spread(7.0, 10.0, most=60.0),
-    turns=Spread(70, 80, most=160),
+    turns=Spread(35, 40, most=80),
     context_tokens_max=380_000,
     compacted_share=0.14,
     compacted_tokens=10_000,
@@ -99,21 +99,28 @@ MATH = AgentKind(
 # The same with Kimi K2.6, in the run whose work shifts (§5.4). Table 4's 4.05 requests/s of 288 agents that pause for
 # 10 s leave each request 61 s, which are 1,500 iterations of the 40 ms that 40 requests per decode node take. (The
 # run's mean E2E, 38.7 s, is less than its throughputs and concurrencies allow by Little's law; throughputs are kept.)
+# Prompts of 60,000 tokens, assumed: five nodes of SGLang hold 288 agents. The best split of those windows is 3P6D
+# (§5.4), so a prompt takes between 0.44 s and 0.74 s of a prefill node: 2,400 new tokens, assumed. Of what this model
+# generates, so much may come back in another form.
 MATH_LONG = replace(
     MATH,
     name="math, long",
+    new_tokens=Spread(1_500, 2_400, most=40_000),
     output_tokens=Mixed(Spread(1_110, 1_660, most=11_000), Spread(17_500, 18_000, most=60_000), rare_share=0.1),
-    turns=Spread(40, 46, most=90),
+    turns=Spread(18, 20, most=40),
 )
 
 # Computer use (OSWorld), Kimi K2.6: each step appends screenshots. Published: pauses of 1.4 s, 6.0 % of prompts new.
 # Outputs: Table 5's (24.2 − 21.6) s on one decode node are 121 iterations of the 21.4 ms that 11 requests take.
-# Prompts of 107,000 tokens, assumed: two screenshots a step, and the oldest go once there are 200,000 tokens.
+# Prompts of 107,000 tokens, assumed: two screenshots a step, and the oldest go once there are 200,000 tokens. What all
+# agents begin with is less than the three tenths of a first prompt that make SGLang's router send it where others went:
+# with more, nearly all agents came to wait at one node, and Table 5's static row, whose 95th percentile of TTFT is 1.4
+# times the mean, knows no such node.
 # Set-up, assumed to be what the 17 agents do that neither ask nor pause: 17/4.33 s per request of each session.
 COMPUTER_USE = AgentKind(
     name="computer use",
-    system_tokens=8_000,
-    opening_tokens=Spread(20_000, 30_000, most=100_000),
+    system_tokens=2_000,
+    opening_tokens=Spread(26_000, 36_000, most=100_000),
     new_tokens=Spread(4_800, 6_000, most=40_000),
     output_tokens=Spread(180, 266, most=4_000),
     think_s=Spread(1.0, 1.4, least=0.0, most=20.0),
