@@ -11,6 +11,7 @@ import sys
 from core.planning import NINE, a_slice, mean_work, node_model
 
 from evolving.core.config import PlannerConfig
+from evolving.core.membership import follow_membership
 from evolving.core.modes import Mode
 from evolving.core.planner import (
     Decision,
@@ -18,7 +19,6 @@ from evolving.core.planner import (
     SplitRefused,
     SplitShape,
     effective_roles,
-    follow_membership,
     propose_changes,
     propose_shape,
 )

@@ -10,6 +10,7 @@ from core.planning import NINE, shape_of, split_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evolving.core.membership import default_shape
 from evolving.core.modes import Hold, hold_in_force
 from evolving.core.planner import (
     Decision,
@@ -20,7 +21,6 @@ from evolving.core.planner import (
     SplitShape,
     assign,
     check_roles,
-    default_shape,
     effective_roles,
     parse_role,
     propose_changes,

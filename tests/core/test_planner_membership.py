@@ -7,6 +7,7 @@ from core.planning import NINE, shape_of, split_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evolving.core.membership import follow_membership
 from evolving.core.modes import Hold
 from evolving.core.planner import (
     Decision,
@@ -15,7 +16,6 @@ from evolving.core.planner import (
     SplitShape,
     check_roles,
     effective_roles,
-    follow_membership,
 )
 from evolving.core.terms import Role
 

@@ -22,8 +22,9 @@ from scipy import stats
 
 from evolving.core.config import Gate, PlannerConfig
 from evolving.core.gate import judge
+from evolving.core.membership import follow_membership
 from evolving.core.modes import Hold, Mode
-from evolving.core.planner import DecisionKind, Split, effective_roles, follow_membership
+from evolving.core.planner import DecisionKind, Split, effective_roles
 from evolving.core.replan import decide_by_throughput, evaluate
 from evolving.core.slices import Slice
 from evolving.core.terms import Role

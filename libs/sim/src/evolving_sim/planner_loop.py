@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 from evolving.core.config import PlannerConfig
 from evolving.core.iterations import IterationWindow
+from evolving.core.membership import follow_membership
 from evolving.core.modes import Mode
-from evolving.core.planner import Decision, SplitShape, follow_membership
+from evolving.core.planner import Decision, SplitShape
 from evolving.core.replan import decide_by_throughput, evaluate, worth_repeating_at_s
 from evolving.core.sharing import shared_mixes
 from evolving.core.slices import DecodeDone, PrefillDone, WorkWindow

@@ -11,8 +11,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from evolving.core.membership import follow_membership
 from evolving.core.modes import Hold
-from evolving.core.planner import Decision, Split, SplitShape, effective_roles, follow_membership
+from evolving.core.planner import Decision, Split, SplitShape, effective_roles
 from evolving.runtime.clock import Clock
 from evolving.runtime.election import Election
 from evolving.runtime.errors import NotLeader, NotReady, StoreUnavailable

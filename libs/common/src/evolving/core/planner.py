@@ -1,8 +1,8 @@
-"""Which nodes prefill and which decode: the rules that turn a wish and the live nodes into a split.
+"""Which nodes prefill and which decode: the rules that turn an operator's wish and the live nodes into a split.
 
 Pure: functions take the current split, the live nodes and `now_s` and return a `Decision`, which says what the split
-becomes and why. Deciding by measured throughput (the paper, section 4.3), in core/replan.py, produces the same
-`Decision` with kind SWITCH or STAY.
+becomes and why. Following nodes that come and go, in core/membership.py, and deciding by measured throughput (the
+paper, section 4.3), in core/replan.py, produce the same `Decision` with other kinds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from evolving.core.errors import CoreError, InvalidArgument
-from evolving.core.modes import Hold, Mode, hold_in_force
+from evolving.core.modes import Hold, Mode
 from evolving.core.terms import Role
 
 if TYPE_CHECKING:
@@ -158,6 +158,12 @@ def effective_roles(split: Split, live: Collection[str]) -> dict[str, Role]:
     return {node: split.roles.get(node, Role.MIXED) for node in sorted(live)}
 
 
+def role_counts(roles: Mapping[str, Role]) -> tuple[int, int]:
+    """Nodes that only prefill, nodes that only decode."""
+    values = list(roles.values())
+    return values.count(Role.PREFILL), values.count(Role.DECODE)
+
+
 def check_roles(roles: Mapping[str, Role], live: Collection[str]) -> None:
     """Raise SplitRefused for a node that isn't live, or, with two live nodes or more, a phase without a node."""
     unknown = sorted(set(roles) - set(live))
@@ -237,7 +243,7 @@ def propose_changes(
     wanted = {node: role for node, role in split.roles.items() if node in live} | dict(changes)
     check_roles(wanted, live)
     said = ", ".join(f"{node}={role_text(role)}" for node, role in sorted(changes.items()))
-    prefills, decodes = _counts(wanted)
+    prefills, decodes = role_counts(wanted)
     share = prefills / (prefills + decodes) if prefills and decodes else prefill_share
     return make_decision(
         split,
@@ -271,111 +277,6 @@ def release(split: Split, *, reason: str, author: str, prefill_share: float, now
     """An operator ends a hold: the split stays as it is until measurements say otherwise."""
     text = reason or "operator released the split"
     return make_decision(split, split.roles, DecisionKind.OPERATOR, text, author, prefill_share, now_s)
-
-
-def follow_membership(
-    split: Split,
-    live: Collection[str],
-    *,
-    initial: SplitShape | None,
-    prefill_share: float,
-    author: str,
-    now_s: float,
-    hold: Hold | None = None,
-    warm: Collection[str] | None = None,
-) -> Decision | None:
-    """What becomes of the split now that exactly `live` nodes are there; None: it already fits them.
-
-    At once, whatever the cooldown, the mode or an operator's `hold`, which stays in force.
-
-    Nodes that stay keep their roles, unless a phase would be left without a node. Nodes that join are assigned
-    towards `prefill_share`. The first split of all is `initial` once that many nodes are there; without `initial`,
-    half of the nodes prefill, rounded up, once there are two. `warm`: the nodes that count for that, having served both
-    phases for long enough; None: all do.
-    """
-    if split.epoch == 0:
-        ready = len(live) if warm is None else len(set(live) & set(warm))
-        return _first_split(split, live, ready, initial, author, now_s, hold)
-    joined = sorted(set(live) - set(split.roles))
-    lost = sorted(set(split.roles) - set(live))
-    if not live or not (lost or (joined and len(live) > 1)):
-        return None  # with no node left there is nothing to decide; a single unlisted one serves both phases anyway
-    roles = {node: role for node, role in split.roles.items() if node in live}
-    if len(live) > 1:
-        for node in joined:
-            roles[node] = _role_for_newcomer(roles, prefill_share)
-        _fill_empty_phase(roles)
-    changes = [f"lost {', '.join(lost)}"] if lost else []
-    changes += [f"joined {', '.join(joined)}"] if joined else []
-    return make_decision(
-        split,
-        roles,
-        DecisionKind.MEMBERSHIP,
-        "; ".join(changes),
-        author,
-        prefill_share,
-        now_s,
-        hold=hold_in_force(hold, now_s),
-    )
-
-
-def default_shape(nodes: int) -> SplitShape:
-    """Half of the nodes prefill, rounded up."""
-    assert nodes >= 2
-    return SplitShape(prefill=(nodes + 1) // 2, decode=nodes // 2)
-
-
-def _first_split(
-    split: Split,
-    live: Collection[str],
-    ready: int,
-    initial: SplitShape | None,
-    author: str,
-    now_s: float,
-    hold: Hold | None,
-) -> Decision | None:
-    wanted_nodes = initial.total if initial else 2
-    if ready < wanted_nodes:
-        return None
-    shape = initial or default_shape(len(live))
-    first, later = sorted(live)[: shape.total], sorted(live)[shape.total :]
-    roles = assign(shape, {}, first)
-    for node in later:
-        roles[node] = _role_for_newcomer(roles, shape.prefill_share)
-    reason = f"first split, {shape} of {len(live)} nodes"
-    return make_decision(
-        split,
-        roles,
-        DecisionKind.MEMBERSHIP,
-        reason,
-        author,
-        shape.prefill_share,
-        now_s,
-        hold=hold_in_force(hold, now_s),
-    )
-
-
-def _role_for_newcomer(roles: Mapping[str, Role], prefill_share: float) -> Role:
-    """The role that leaves the share of prefilling nodes nearest to the one aimed at; a tie prefills."""
-    prefills, decodes = _counts(roles)
-    after = prefills + decodes + 1
-    if_prefill = abs((prefills + 1) / after - prefill_share)
-    if_decode = abs(prefills / after - prefill_share)
-    return Role.PREFILL if if_prefill <= if_decode else Role.DECODE
-
-
-def _fill_empty_phase(roles: dict[str, Role]) -> None:
-    """With two serving nodes or more, move one (the last by id) into a phase that has none."""
-    for wanted, other in ((Role.PREFILL, Role.DECODE), (Role.DECODE, Role.PREFILL)):
-        serving = [node for node, role in roles.items() if role is not Role.DRAINING]
-        if len(serving) >= 2 and all(roles[node] is other for node in serving):
-            roles[max(serving)] = wanted
-
-
-def _counts(roles: Mapping[str, Role]) -> tuple[int, int]:
-    """Nodes that only prefill, nodes that only decode."""
-    values = list(roles.values())
-    return values.count(Role.PREFILL), values.count(Role.DECODE)
 
 
 def _check_epoch(split: Split, expected_epoch: int) -> None:
