@@ -28,7 +28,7 @@ COMPILED = ("evolving/core", "evolving_sim", "evolving_sim/arms")
 LEFT = {
     # Nothing in them takes long.
     *("evolving/core/fit.py", "evolving_sim/charts.py", "evolving_sim/cli.py", "evolving_sim/cli_output.py"),
-    "evolving_sim/sweeps.py",
+    *("evolving_sim/sweeps.py", "evolving_sim/machines.py", "evolving_sim/mixes.py"),
     # What processes send to each other: frozen dataclasses can't be pickled once compiled.
     *("evolving_sim/outcomes.py", "evolving_sim/results.py"),
     # Fields of their dataclasses are of classes whose modules import them, which mypyc does not resolve.
