@@ -54,8 +54,8 @@ def fitted(assumed: NodeConfig, prefill_factor: float) -> NodeConfig:
 GLM_PREFILL_FACTOR = 0.967
 KIMI_PREFILL_FACTOR = 1.057
 """As `python -m evolving_sim.paper.calibration` fits them. Residuals: −0.1 % of 4.97 requests/s, +0.1 % of 3.12. A
-percent of the first changes its row by 0.28 %, of the second by 0.94 %: coding agents wait for tools, not for prefill, so
-their row says less."""
+percent of the first changes its row by 0.28 %, of the second by 0.94 %: coding agents wait for their tools more than
+for prefill, so their row tells less."""
 
 GLM_5_2 = fitted(ASSUMED_GLM_5_2, GLM_PREFILL_FACTOR)
 KIMI_K2_6 = fitted(ASSUMED_KIMI_K2_6, KIMI_PREFILL_FACTOR)
