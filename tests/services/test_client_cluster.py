@@ -106,16 +106,28 @@ async def ended_and_clean(cluster: LocalCluster, client: Client, *branches: Bran
     assert not live & {branch.id for branch in branches}
 
 
+async def told(cluster: LocalCluster, branch: Branch, blocks: int) -> None:
+    """Until the directory has heard of so many blocks of a branch: of an answer it hears a little after the client."""
+
+    def heard() -> bool:
+        shown = evolvectl(cluster, "branch", "show", branch.id)
+        return bool(shown["prompt_blocks"] + shown["output_blocks"] == blocks)
+
+    await settled(heard, f"{blocks} blocks are known")
+
+
 async def test_an_agents_session(cluster: LocalCluster, client: Client) -> None:
     root = client.branch()
     first = await root.complete(messages=[USER], max_tokens=400, ignore_eos=True)
     assert first.usage.output_tokens == len(first.output_token_ids) == 400
     assert (first.version, first.cached.total) == (1, 0)
+    await told(cluster, root, first.reusable_blocks)
     second = await root.complete(append=[TOOL], max_tokens=400, ignore_eos=True)
     assert second.cached.total == 64 * first.reusable_blocks, "prompt and answer are reused"
     assert first.reusable_blocks == (first.usage.prompt_tokens + 400 - 1) // 64
     assert root.messages[1] == {"role": "assistant", "content": first.text, "token_ids": first.output_token_ids}
 
+    await told(cluster, root, second.reusable_blocks)
     fork, helper = root.fork(), root.subagent()
     forked = await fork.complete(append=[USER], max_tokens=8, ignore_eos=True)
     assert forked.cached.total == 64 * second.reusable_blocks, "a fork shares its parent's context"
@@ -139,6 +151,7 @@ async def test_an_agents_session(cluster: LocalCluster, client: Client) -> None:
 async def test_token_ids_are_reused_to_the_last_whole_block(cluster: LocalCluster, client: Client) -> None:
     branch = client.branch()
     first = await branch.complete(token_ids=PROMPT, max_tokens=400, ignore_eos=True)
+    await told(cluster, branch, first.reusable_blocks)
     second = await branch.complete(append=[1, 2, 3], max_tokens=2, ignore_eos=True)
     # The last sampled token has no KV yet.
     assert second.cached.total == (len(PROMPT) + 400 - 1) // 64 * 64
