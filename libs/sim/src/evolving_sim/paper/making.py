@@ -102,7 +102,7 @@ def _wanted(*, quick: bool, only: Sequence[str]) -> dict[Place, Source]:
 
 
 def play_all(plays: Sequence[Play], processes: int) -> dict[Play, Outcome]:
-    """Play each, the longest first, with a progress bar; in the order given. One process: this one."""
+    """Play each, the longest first, with a progress bar (in a file: lines); in the order given. One process: this."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     outcomes: dict[Play, Outcome] = {}
     with Progress(*columns) as progress:
@@ -110,6 +110,8 @@ def play_all(plays: Sequence[Play], processes: int) -> dict[Play, Outcome]:
         for play, outcome in _played(sorted(plays, key=cost, reverse=True), processes):
             outcomes[play] = outcome
             progress.update(task, advance=1, description=f"simulated {play.label}"[:48].ljust(48))
+            if not progress.console.is_terminal:
+                print(f"{len(outcomes)} of {len(plays)}: {play.label}, {outcome.wall_s:.0f} s", flush=True)
     return {play: outcomes[play] for play in plays}
 
 
