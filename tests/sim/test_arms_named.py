@@ -33,6 +33,7 @@ def test_baselines_evict_the_longest_unused_and_only_the_pool_keeps_kv_once(name
     assert (arm.eviction is EvictionPolicy.AGENT) == (name in {"ours", "ours-static"})
     assert (arm.fetch is FetchMode.NONE) == (name not in POOLED)
     assert arm.host_copies == (1 if name in POOLED else 4)
+    assert arm.read_copies == (4 if arm.fetch is FetchMode.AT_START else 1), "ours reads once, for all GPUs"
 
 
 def test_only_one_pool_is_read_when_prefill_starts() -> None:

@@ -44,6 +44,7 @@ class Node:
     running: list[Prompt] = field(default_factory=list)
     decoding: int = 0
     context_tokens: int = 0
+    held_tokens: int = 0
 
 
 class Cluster:
@@ -71,8 +72,9 @@ class Cluster:
     def queue(self, node_id: str, *tokens: int) -> None:
         self.nodes[node_id].queue = [Prompt(each) for each in tokens]
 
-    def decode(self, node_id: str, requests: int, context_tokens: int) -> None:
-        self.nodes[node_id].decoding, self.nodes[node_id].context_tokens = requests, context_tokens
+    def decode(self, node_id: str, requests: int, tokens: int) -> None:
+        node = self.nodes[node_id]
+        node.decoding, node.context_tokens, node.held_tokens = requests, tokens, tokens
 
 
 # -- Dynamo's planner
@@ -89,18 +91,18 @@ def dynamo(cluster: Cluster) -> tuple[DynamoPlanner, EventHeap]:
 # queues of n0 and n1, KV of n2 and n3 of 10,000 tokens; the split after a look
 CASES = [
     # Both ask: 3 of 4 for prefill; 3P3D, of which prefill has 2; 1P3D; 1P1D, which is 2P2D again.
-    ((1_000, 0), (5_999, 0), "3P1D"),  # a queue as long as a context, and nobody fills 60 %
-    ((1_000, 0), (10_001, 0), "2P2D"),
-    ((99, 99), (10_001, 0), "1P3D"),  # KV is short on a node, and no queue holds a tenth of a context
+    ((1_000, 0), (4_999, 0), "3P1D"),  # a queue as long as a context, and nobody fills half
+    ((1_000, 0), (9_001, 0), "2P2D"),
+    ((99, 99), (9_001, 0), "1P3D"),  # KV is short on a node, and no queue holds a tenth of a context
     ((0, 0), (0, 0), "2P2D"),
     # One asks for more: 3P2D, of which prefill has 2.4; 2P3D, of which it has 1.6.
-    ((1_000, 0), (6_000, 0), "2P2D"),
-    ((99, 100), (10_001, 0), "1P3D"),
+    ((1_000, 0), (5_000, 0), "2P2D"),
+    ((99, 100), (9_001, 0), "1P3D"),
     # One asks for less: a node would be left without a phase.
-    ((999, 0), (5_999, 0), "2P2D"),
-    ((99, 99), (10_000, 10_000), "2P2D"),  # full is not too full
+    ((999, 0), (4_999, 0), "2P2D"),
+    ((99, 99), (9_000, 9_000), "2P2D"),  # nine tenths are not too full
     # Neither asks.
-    ((999, 0), (6_000, 10_000), "2P2D"),
+    ((999, 0), (5_000, 9_000), "2P2D"),
 ]
 
 
@@ -156,7 +158,7 @@ def test_a_queue_counts_whole_prompts_but_not_the_one_that_is_computed() -> None
     cluster = Cluster("2P2D")
     cluster.nodes["n0"].running = [Prompt(5_000)]
     cluster.queue("n0", 400, 599)
-    cluster.decode("n2", 1, 5_000)
+    cluster.decode("n2", 1, 4_000)
     planner, events = dynamo(cluster)
     events.run_until(5.0)
     assert not planner.switches

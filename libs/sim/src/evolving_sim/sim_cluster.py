@@ -110,7 +110,7 @@ class SimCluster:
             self.directory.node_up(node_id, node.kv)
         self.roles = effective_roles(self.split, self.nodes)
         self.changes = RoleChanges(self)
-        self.fetching = Fetching(self.nodes, self.reads)
+        self.fetching = Fetching(self.nodes, self.reads, self.arm.read_copies)
         self.views = Views(self.nodes, self.reads, pool, self._sent)
 
     def make_node(self, node_id: str) -> SimNode:

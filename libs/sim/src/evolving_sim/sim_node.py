@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from evolving.core.iterations import IterationMeter
 from evolving.core.pool_runs import Use
-from evolving.core.terms import Phase
+from evolving.core.terms import Phase, Tier
 from evolving.core.timemodel import PrefillSums, mixed_iteration_s
 from evolving.core.work import PrefillWork, summed_wait_s
 from evolving_sim.answers import Answers
@@ -153,6 +153,11 @@ class SimNode:
     def context_tokens(self) -> int:
         """Summed over all that decode or will."""
         return self._answers.context_tokens
+
+    @property
+    def held_tokens(self) -> int:
+        """Of device memory: what legs use or have taken, and what is kept."""
+        return self.kv.pool.used(Tier.L1) * self.config.block_tokens
 
     @property
     def memory_tokens(self) -> int:

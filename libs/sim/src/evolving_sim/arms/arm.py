@@ -147,7 +147,10 @@ class Arm:
     # How often a node's host memory keeps the same KV: once, or once for each of its GPUs (§4.1). A node holds in L2
     # so many times fewer tokens.
     host_copies: int = 1
+    # How often a node reads the same KV from a peer: once, for all of its GPUs, or once for each (§4.1).
+    read_copies: int = 1
 
     def __post_init__(self) -> None:
-        if self.host_copies < 1:
-            raise ValueError(f"host_copies must be at least 1, got {self.host_copies}")
+        for name in ("host_copies", "read_copies"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

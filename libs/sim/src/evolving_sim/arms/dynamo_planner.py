@@ -2,8 +2,13 @@
 
 Its default target is `throughput` ("Planner Guide"): every few seconds each phase is looked at for itself. Prefill asks
 for a node more when the queue of any node holds as many prompt tokens as the longest context has, cached or not, and
-for one less when no queue holds a tenth of that. Decode asks for one more when the requests of any node, those that
-wait included, have more tokens of context than its device memory holds, and for one less when none fills 60 % of it.
+for one less when no queue holds a tenth of that. Decode asks for one more when the device memory of any node holds KV
+beyond a threshold, and for one less when that of none does beyond a lower one.
+
+What counts as held is a reading of §2.2: "Long agent contexts keep KV utilization on decode nodes persistently high".
+Contexts that decode at a moment are a fifth of what device memory holds, so what is kept of earlier ones counts too.
+Dynamo 1.5 reports those that decode or wait; the first comparison was made with them (0.6 and 1.0 for thresholds), and
+its planner went toward prefill.
 
 The number of nodes is fixed ("pins the total and only redistributes", `min_gpu_budget`). What both phases ask for
 together is brought to it in proportion, prefill's share rounded down where it is too much, up where it is too little
@@ -77,7 +82,7 @@ class DynamoPlanner:
         )
 
     def _decode_asks(self, loads: Sequence[NodeLoad]) -> int:
-        used = [load.context_tokens / load.l1_tokens for load in loads if load.role is Role.DECODE]
+        used = [load.held_tokens / load.l1_tokens for load in loads if load.role is Role.DECODE]
         return self._asks(
             len(used),
             any(share > self.config.decode_up for share in used),

@@ -39,6 +39,10 @@ class LoadedNode(Protocol):
     def context_tokens(self) -> int:
         """Summed over those, and those that wait for a slot."""
 
+    @property
+    def held_tokens(self) -> int:
+        """Of its device memory: what requests use, and what is kept of earlier ones."""
+
 
 class Controlled(Protocol):
     """A cluster as a planner knows it."""
@@ -73,6 +77,7 @@ class NodeLoad:
     prompts_tokens: tuple[int, ...]  # of each that waits or is computed
     decoding: int
     context_tokens: int  # of those and of requests that wait to decode
+    held_tokens: int  # of KV in device memory, in use or kept
     l1_tokens: int  # of KV that its device memory holds
 
 
@@ -91,6 +96,7 @@ def _load(node_id: str, role: Role, cluster: Controlled) -> NodeLoad:
         prompts_tokens=(*(prompt.context_tokens for prompt in node.running), *queued),
         decoding=node.decoding,
         context_tokens=node.context_tokens,
+        held_tokens=node.held_tokens,
         l1_tokens=cluster.configs[node_id].l1_tokens,
     )
 

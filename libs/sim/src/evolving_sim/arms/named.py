@@ -97,7 +97,7 @@ _ARMS = (
     ),
     dynamo(),
     # §2.3: Dynamo's KV router, which spreads load evenly, without a pool and with one that is read when prefill starts.
-    # All host memory is that pool: what HiCache keeps of it for each GPU is left out.
+    # All host memory is that pool: what HiCache keeps of it for each GPU is left out, but each GPU reads.
     _without_pool(
         "dynamo-router-static",
         lambda setup: Policies(LeastPrefillCost(KvRouterConfig(), setup.seed), LeastActiveBlocks(setup.seed)),
@@ -109,6 +109,7 @@ _ARMS = (
         ),
         EvictionPolicy.LRU,
         FetchMode.AT_START,
+        read_copies=PRIVATE_HOST_COPIES,
     ),
     arrow(),
 )

@@ -77,10 +77,10 @@ class DynamoPlannerConfig:
     # or not, over `context_tokens`. One more node when any node is at or above, one less when all are below.
     prefill_up: float = 1.0
     prefill_down: float = 0.1
-    # Decode: context tokens of the requests a node decodes or has waiting, over those its device memory holds.
-    # One more node when any node is above, one less when all are below.
-    decode_up: float = 1.0
-    decode_down: float = 0.6
+    # Decode: KV that a node's device memory holds, over all it could. One more node when any node is above, one less
+    # when all are below. Those of Dynamo's load planner, which looks at decode nodes' "KV cache utilization rate".
+    decode_up: float = 0.9
+    decode_down: float = 0.5
     # Longest context the model takes; an engine's default. GLM-5.2's model card.
     context_tokens: int = 1_048_576
     # min_endpoint: nodes that each phase keeps.
