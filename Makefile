@@ -103,7 +103,7 @@ bench-kv: .venv/.ready ## reuse lost by policy and pool size, and hidden fetches
 bench-fit: $(MODEL)/.ready ## how well the time model fitted under load tells what it was not fitted to (25 minutes), into build/bench-fit.json
 	@$(BIN)/python tests/bench/bench_fit.py $(ARGS)
 
-bench-split: $(COMPILED)/.ready ## whether the planner finds the split that serves most, simulated (half an hour; ARGS="--seed 2"), into build/bench-split.json
+bench-split: $(COMPILED)/.ready ## whether the planner finds the split that serves most, simulated (a quarter of an hour; ARGS="--seed 2"), into build/bench-split.json
 	@PYTHONPATH=$(COMPILED) $(BIN)/python tests/bench/bench_split.py $(ARGS)
 
 paper: $(if $(findstring --quick,$(ARGS)),.venv/.ready,$(COMPILED)/.ready) ## the paper's tables beside simulated ones (an hour on two cores; ARGS=--quick: two minutes), into build/paper

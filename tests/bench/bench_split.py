@@ -1,6 +1,6 @@
 """Whether the planner finds the split that serves most: against an exhaustive search over fixed ones, all simulated.
 
-    make bench-split                    half an hour, two processes (or: python tests/bench/bench_split.py)
+    make bench-split                    a quarter of an hour, two processes (or: python tests/bench/bench_split.py)
     make bench-split ARGS="--seed 2"    other agents of the same kinds
 
 The planner is the product's core in virtual time; nodes, links and agents are simulated (libs/sim/README.md). Each
