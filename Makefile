@@ -55,7 +55,7 @@ status: ## show them
 logs: ## follow their logs
 	@$(BIN)/python deploy/local/control.py logs
 
-$(COMPILED)/.ready: .venv/.ready libs/sim/compile.py $(shell find libs/common/src/evolving libs/sim/src/evolving_sim -name '*.py')
+$(COMPILED)/.ready: libs/sim/compile.py $(shell find libs/common/src/evolving libs/sim/src/evolving_sim -name '*.py') | .venv/.ready
 	@command -v gcc >/dev/null && test -f "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" \
 	  || deploy/setup/debian.sh gcc libc6-dev python3-dev
 	@$(BIN)/python libs/sim/compile.py $(COMPILED)
