@@ -11,7 +11,11 @@ import pytest
 from sim.small import MACHINE, WORKER
 
 from evolving.core.planner import SplitShape
+from evolving.core.routing import RoutingConfig
+from evolving_sim.arms.arm import PolicySetup
+from evolving_sim.arms.dynamo_planner import DynamoPlanner
 from evolving_sim.arms.named import ARMS
+from evolving_sim.arms.parameters import RESTART_S
 from evolving_sim.mixes import AGENTS_PER_CODING_AGENT, ARRIVALS_PER_CODING_AGENT
 from evolving_sim.node_config import NodeConfig
 from evolving_sim.paper import calibration, make_paper, making, performing
@@ -208,3 +212,19 @@ def test_one_table_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_one_table_of_the_papers_agents_on_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(making, "QUICK_SHARE", 0.02)
     check_table_8(tmp_path, processes=2)
+
+
+@pytest.mark.parametrize(
+    ("load", "restart_s"),
+    [("CC (90)", 681.0), ("OSWorld (160)", 748.0), ("CC (640)", RESTART_S), ("CC, 0.5 agents/min", RESTART_S)],
+)
+def test_dynamos_restarts_take_what_they_took_with_the_load(load: str, restart_s: float) -> None:
+    """Table 1; of loads it doesn't have, the mean of all."""
+    assert performing.dynamo_of(load).switching.out_of_service_s == restart_s
+
+
+@pytest.mark.parametrize(("load", "tokens"), [("CC (90)", 1_048_576), ("OSWorld (128)", 262_144), ("shift", 262_144)])
+def test_dynamos_planner_knows_the_longest_context_of_the_model(load: str, tokens: int) -> None:
+    controller = performing.dynamo_of(load).policies(PolicySetup(RoutingConfig(1e11), 1)).controller
+    assert isinstance(controller, DynamoPlanner)
+    assert controller.config.context_tokens == tokens

@@ -9,8 +9,10 @@ from dataclasses import replace
 from evolving.core.config import EvictionPolicy, Gate, PlannerConfig
 from evolving.core.planner import SplitShape
 from evolving_sim.arms.arm import Arm
-from evolving_sim.arms.named import ARMS, ours
+from evolving_sim.arms.named import ARMS, dynamo, ours
+from evolving_sim.arms.parameters import KIMI_CONTEXT_TOKENS, RESTART_S, RESTARTS_S, DynamoPlannerConfig
 from evolving_sim.driver import Run, Scenario, shapes
+from evolving_sim.machines import KIMI_K2_6
 from evolving_sim.node_config import NodeConfig
 from evolving_sim.paper.figures import Metric
 from evolving_sim.paper.loads import bursts, load_of
@@ -24,7 +26,7 @@ from evolving_sim.paper.plays import (
     Stretch,
     metrics_of,
 )
-from evolving_sim.paper.runs import BY_NEED, HOUR, NODES, OURS, SGLANG
+from evolving_sim.paper.runs import BY_NEED, DYNAMO, HOUR, NODES, OURS, SGLANG
 from evolving_sim.planner_loop import LoopConfig, shape_of
 
 _USUAL_END_S = HOUR.to_s
@@ -93,9 +95,19 @@ def _scenario(play: Play, machine: NodeConfig | None) -> Scenario:
     return Scenario(nodes, shape, workload, _arm(play), seed=play.seed)
 
 
+def dynamo_of(load: str) -> Arm:
+    """Dynamo as it ran with a load: how long its restarts took (Table 1), and the longest context of the model."""
+    tokens = KIMI_CONTEXT_TOKENS if load_of(load).machine == KIMI_K2_6 else DynamoPlannerConfig().context_tokens
+    name, _, agents = load.removesuffix(")").partition(" (")
+    restart_s = RESTARTS_S.get((name, int(agents)), RESTART_S) if agents.isdecimal() else RESTART_S
+    return dynamo(DynamoPlannerConfig(context_tokens=tokens), restart_s)
+
+
 def _arm(play: Play) -> Arm:
     if play.arm == BY_NEED:
         return replace(ARMS[SGLANG], name=BY_NEED, eviction=EvictionPolicy.AGENT)
+    if play.arm == DYNAMO:
+        return dynamo_of(play.load)
     if play.arm != OURS:
         return ARMS[play.arm]
     planner = PlannerConfig(
