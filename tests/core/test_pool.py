@@ -160,6 +160,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert {name for name, each in snapshot if each is tier} == held
             assert all(self.pool.holds(name, tier) == (name in held) for names in CONTEXTS for name in names)
             assert self.pool.free(tier) == model.free(tier)
+            assert self.pool.blocks(tier) == len(model.held(tier))
         assert self.pool.room == model.room()
         for use in Use:
             own = model.own[use] if use is not Use.QUEUED else 0

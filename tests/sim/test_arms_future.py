@@ -170,7 +170,16 @@ def test_what_they_see_has_no_place_for_it(seen: type) -> None:
     allowed = {
         Asked: {"context", "agent_id", "branch_id", "parent_branch_id", "names"},
         PrefillNode: {"view", "prefilling", "open_requests"},
-        NodeLoad: {"node_id", "role", "queued_tokens", "prompts_tokens", "decoding", "context_tokens", "l1_tokens"},
+        NodeLoad: {
+            "node_id",
+            "role",
+            "queued_tokens",
+            "prompts_tokens",
+            "decoding",
+            "context_tokens",
+            "held_tokens",
+            "l1_tokens",
+        },
     }
     assert {each.name for each in fields(seen)} == allowed[seen]
 

@@ -156,8 +156,8 @@ class SimNode:
 
     @property
     def held_tokens(self) -> int:
-        """Of device memory: what legs use or have taken, and what is kept."""
-        return self.kv.pool.used(Tier.L1) * self.config.block_tokens
+        """KV in device memory, of running requests and kept of earlier ones, without room for what is to come."""
+        return self.kv.pool.blocks(Tier.L1) * self.config.block_tokens
 
     @property
     def memory_tokens(self) -> int:

@@ -65,6 +65,10 @@ class NodePool:
         """Blocks a tier has room for."""
         return self._capacity[tier]
 
+    def blocks(self, tier: Tier) -> int:
+        """Blocks that lie in a tier."""
+        return self._blocks[tier]
+
     def used(self, tier: Tier) -> int:
         """Blocks of a tier, and in L1 the room of legs."""
         return self._blocks[tier] + (sum(self._own) if tier is Tier.L1 else 0)

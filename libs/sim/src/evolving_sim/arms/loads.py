@@ -41,7 +41,7 @@ class LoadedNode(Protocol):
 
     @property
     def held_tokens(self) -> int:
-        """Of its device memory: what requests use, and what is kept of earlier ones."""
+        """KV in its device memory, of running requests and kept of earlier ones."""
 
 
 class Controlled(Protocol):
