@@ -23,6 +23,7 @@ DIFFERENCES = """What is not as in the paper, beside that it is simulated:
 - each system was played once with each load, with one seed;
 - CC is another recording of Claude Code than the paper's, changed to be as heavy (mixes.py); Putnam and OSWorld are
   drawn to what the paper publishes of them, with prompts of assumed lengths;
+- KV is kept in blocks of 256 tokens;
 - a best split is found in runs of 35 minutes, and then played whole;
 - 256 GPUs are played half an hour after the warm-up, not an hour;
 - the paper does not tell what its 8 partitions of 96 nodes were asked: here they have nine nodes each and the three
