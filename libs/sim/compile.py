@@ -1,4 +1,4 @@
-"""Compiles the simulator and the core it drives to machine code with mypyc: the same results in half the time.
+"""Compiles the simulator and the core it drives to machine code with mypyc: the same results, sooner.
 
     python libs/sim/compile.py build/compiled      some minutes; needs gcc and Python's headers
     PYTHONPATH=build/compiled evolving-sim run my.toml

@@ -2,7 +2,7 @@
 
 It runs compiled (libs/sim/compile.py); the same requests not compiled have to be answered at the same times.
 
-    make bench-sim TRACE=claude_code.jsonl.xz           a quarter of an hour
+    make bench-sim TRACE=claude_code.jsonl.xz           a quarter of an hour and more
     make bench-sim TRACE=claude_code.jsonl.xz QUICK=1   two minutes, without the 3,072 GPUs
 
 Each case runs in a process of its own on one core, so that its time and its peak memory are its own. Writes

@@ -6,7 +6,8 @@ for one less when no queue holds a tenth of that. Decode asks for one more when 
 beyond a threshold, and for one less when that of none does beyond a lower one.
 
 What counts as held is a reading of §2.2: "Long agent contexts keep KV utilization on decode nodes persistently high".
-Contexts that decode at a moment are a fifth of what device memory holds, so what is kept of earlier ones counts too.
+By the paper's own figures (Table 5, Table 8, §4.1) contexts that decode at a moment fill about a fifth of device
+memory, so what is kept of earlier ones counts too.
 Dynamo 1.5 reports those that decode or wait; the first comparison was made with them (0.6 and 1.0 for thresholds), and
 its planner went toward prefill.
 

@@ -1,6 +1,6 @@
 """Fits the nodes' coefficients to rows of static SGLang, and to nothing else of the paper's results.
 
-    python -m evolving_sim.paper.calibration         a quarter of an hour on two cores; prints what machines.py keeps
+    python -m evolving_sim.paper.calibration         some minutes on two cores, compiled; prints what machines.py keeps
     python -m evolving_sim.paper.calibration 0.4     runs of so much of their time
 
 Two rows for two unknowns (figures.FITTED): one factor on c1 and c2 of either model, such that SGLang's arm serves what
