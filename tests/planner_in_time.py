@@ -81,6 +81,7 @@ class Cluster:
     office: Office
     measures: Measures
     learning: Learning
+    replanner: Replanner
     began_s: float = 0.0
     reports: int = 0
     said_s: float = 0.0  # until when it is known how many requests were open
@@ -137,7 +138,7 @@ async def cluster(mode: Mode = Mode.AUTO, ttl_s: float = 60.0) -> AsyncIterator[
         try:
             await eventually(lambda: view.split.epoch == 1)
             assert office.term is not None
-            yield Cluster(clock, store, view, office, measures, learning, office.term.began_s)
+            yield Cluster(clock, store, view, office, measures, learning, replanner, office.term.began_s)
             assert not any(loop.done() for loop in loops), "the loops live on"
         finally:
             await end_tasks(*loops)

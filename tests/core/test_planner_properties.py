@@ -198,3 +198,20 @@ def test_noise_passes_the_paper_s_gate_as_often_as_student_says_and_the_default_
         default = NoisePasses.of(Gate.DEFAULT, sd)
         assert all(d < p for d, p in zip(default.per_candidate, paper.per_candidate, strict=True))
         assert default.family_wise < paper.family_wise
+
+
+def test_with_earlier_windows_noise_passes_a_decision_no_more_often_than_the_paper_s_gate() -> None:
+    """What one window is not sure of is judged again with those before it: a second chance for noise."""
+    config, trials = PlannerConfig(), 2 * TRIALS
+    windows = np.random.default_rng(2612).normal(0.0, 0.1, size=(trials, config.evidence_windows * GAINS)).tolist()
+    for count in range(2, config.evidence_windows + 1):
+        alone = again = 0
+        for life in windows:
+            gains = life[: count * GAINS]
+            if judge(gains[-GAINS:], config).passes:
+                alone += 1
+            else:
+                again += judge(gains, config, earlier=len(gains) - GAINS).passes
+        print(f"{count} windows: {alone / trials:.2%} by the last alone, {again / trials:.2%} more with the others")
+        assert alone + again < (0.038 + 0.006) * trials
+        assert again > 0

@@ -43,7 +43,7 @@ def evaluation() -> planner_pb2.Evaluation:
         ],
         missing=planner_pb2.Missing(late_samples=3, unreported_s=75.0),
         gate=planner_pb2.Gate(name="default", window_s=600.0, slices=10, slices_valid_least=8,
-                              slice_completions_least=5, gain_floor=0.01, cooldown_s=120.0),
+                              slice_completions_least=5, gain_floor=0.01, cooldown_s=120.0, evidence_windows=6),
     )  # fmt: skip
     work = planner_pb2.MeanWork(
         uncached_tokens=512, query_key_pairs=131328, cached_tokens=2048, restored_tokens=64, decode_iterations=99.5,
@@ -149,6 +149,16 @@ def test_plan_show_finds_the_last_decision_by_measurement(planner: ScriptedPlann
     assert as_json == {**plain(planner.split), "decision": plain(planner.decisions[30])}
 
 
+def test_it_is_told_which_slices_before_the_window_were_looked_at(planner: ScriptedPlanner, address: str) -> None:
+    for _ in range(3):
+        planner.evaluation.earlier_slices.add(from_age_s=180, to_age_s=120)
+    looked = evolvectl("--planner", address, "plan", "what-if")
+    assert "1 of 2 slices count; with the 3 before them nothing is surer" in looked.out
+    planner.evaluation.counted_earlier_slices = 2
+    counted = evolvectl("--planner", address, "plan", "what-if")
+    assert "1 of 2 slices count, and 2 before them, under the same split" in counted.out
+
+
 def test_what_if_compares_a_shape_with_the_present(planner: ScriptedPlanner, address: str) -> None:
     outcome = evolvectl("--planner", address, "plan", "what-if", "3p2d")
     assert planner.requests == [
@@ -165,6 +175,7 @@ def test_what_if_compares_a_shape_with_the_present(planner: ScriptedPlanner, add
     assert ["1min", "ago", "now", "0", "0", "0.0", *["-"] * 6] in outcome.words
     assert "measurements missing: 3 samples came late, gateways were silent for 1min 15s" in outcome.out
     assert "window 10min in 10 slices" in outcome.out
+    assert "up to 6 windows under one split count together" in outcome.out
     assert "does not pass" in evolvectl("--planner", address, "plan", "what-if", "1P4D").out
     assert "it is the present split" in evolvectl("--planner", address, "plan", "what-if", "2P3D").out
     as_json = evolvectl("--planner", address, "plan", "what-if", "3P2D", "--json").json

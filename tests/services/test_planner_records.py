@@ -16,6 +16,7 @@ from evolving.core.config import Gate, PlannerConfig
 from evolving.core.modes import Hold, Mode
 from evolving.core.planner import Decision, DecisionKind, Split
 from evolving.core.replan import decide_by_throughput, evaluate
+from evolving.core.slices import Slice
 from evolving.core.terms import Role
 from evolving.core.throughput import NodeModel
 from evolving.runtime.keys import BadRecord
@@ -53,13 +54,15 @@ def measured(models: dict[str, NodeModel], roles: dict[str, Role], config: Plann
 @given(
     nodes=st.lists(st.tuples(MODELS, st.sampled_from([P, D, M, X])), min_size=1, max_size=6),
     slices=st.lists(st.builds(a_slice, st.none() | WORKS, st.floats(0.1, 300)), max_size=10),
+    windows=st.integers(0, 2),
     gate=st.sampled_from(Gate),
     hold=HOLDS,
     missing=MISSING,
 )
 def test_what_was_evaluated_is_read_as_it_was_written_and_computes_to_the_same(
     nodes: list[tuple[NodeModel, Role]],
-    slices: list[object],
+    slices: list[Slice],
+    windows: int,
     gate: Gate,
     hold: Hold | None,
     missing: Missing | None,
@@ -67,14 +70,14 @@ def test_what_was_evaluated_is_read_as_it_was_written_and_computes_to_the_same(
     models = {f"n{i}": model for i, (model, _) in enumerate(nodes)}
     roles = {f"n{i}": role for i, (_, role) in enumerate(nodes)}
     config = PlannerConfig(gate=gate, slices_valid_least=2)
-    evaluation = evaluate(slices, roles, models, config)  # type: ignore[arg-type]
+    evaluation = evaluate(slices, roles, models, config, slices[::-1] * windows)
     written = replace(decision(4), evaluation=evaluation, mode=Mode.SHADOW, hold=hold)
     read, read_missing = decode_decision(encode_decision(written, missing))
     assert read == written
     assert read_missing == missing
     kept = read.evaluation
     assert kept is not None
-    assert evaluate(kept.slices, kept.roles, kept.models, kept.config) == evaluation
+    assert evaluate(kept.slices, kept.roles, kept.models, kept.config, kept.earlier) == evaluation
 
 
 @pytest.mark.parametrize("value", [b"", b"{}", b"[]", b"\xff", b"null", b'{"kind": "stay"}'])

@@ -138,3 +138,21 @@ async def test_measurements_of_an_earlier_term_do_not_count() -> None:
         assert decision.evaluation is not None
         assert decision.evaluation.slices[0].started_s == pytest.approx(term.began_s)
         assert decision.evaluation.counted == CONFIG.slices
+
+
+async def test_windows_since_the_split_changed_are_looked_at_together() -> None:
+    async with cluster() as planned:
+        await planned.pass_time(4.98)
+        evaluations = [decision.evaluation for decision in [await planned.decided(n) for n in (1, 2, 3, 4)]]
+        earlier = [evaluation.earlier for evaluation in evaluations if evaluation is not None]
+        assert [len(slices) for slices in earlier] == [0, 0, CONFIG.slices, 2 * CONFIG.slices]
+        assert earlier[3][0].started_s == pytest.approx(planned.began_s + CONFIG.window_s)
+        what_if = await planned.replanner.what_if()
+        assert what_if.earlier[-1].ended_s <= what_if.slices[0].started_s
+        await lose_office(planned)
+        term = await leads_again(planned)
+        planned.began_s = planned.said_s = term.began_s
+        await planned.pass_time(1.98)
+        found = (await planned.decided(5)).evaluation
+        assert found is not None
+        assert found.earlier == ()

@@ -25,6 +25,7 @@ from evolving_planner.settings import PlannerSettings
         ("--slices", "1"),
         ("--slices-valid-least", "11"),
         ("--slice-completions-least", "0"),
+        ("--evidence-windows", "0"),
         ("--gain-floor", "-0.01"),
         ("--gain-floor", "nan"),
         ("--cooldown-s", "inf"),
@@ -52,7 +53,7 @@ def test_the_longest_window_fits_into_what_is_kept_of_a_gateway() -> None:
     measures, end_s = Measures(settings.planner_config), settings.window_s
     for now_s in range(1, 3601):  # a level a second, as gateways have them
         measures.report_open("g", [OpenLevel(now_s - 1.0, float(now_s), 3.0)], now_s)
-    assert [part.open_requests for part in measures.slices(end_s)] == pytest.approx([3.0] * settings.slices)
+    assert [part.open_requests for part in measures.read(end_s, 1).slices] == pytest.approx([3.0] * settings.slices)
 
 
 def test_flags_reach_what_decides_and_what_fits() -> None:
@@ -62,6 +63,7 @@ def test_flags_reach_what_decides_and_what_fits() -> None:
         "slices-valid-least": 5,
         "slice-completions-least": 3,
         "gate": "paper",
+        "evidence-windows": 2,
         "gain-floor": 0.02,
         "cooldown-s": 30,
         "drift-error-max": 0.2,
@@ -69,6 +71,6 @@ def test_flags_reach_what_decides_and_what_fits() -> None:
         "initial-split": "2P1D",
     }
     settings = load(PlannerSettings, [f"--{flag}={value}" for flag, value in flags.items()], environ={})
-    assert settings.planner_config == PlannerConfig(60.0, 6, 3, 5, Gate.PAPER, 0.02, 30.0)
+    assert settings.planner_config == PlannerConfig(60.0, 6, 3, 5, Gate.PAPER, 2, 0.02, 30.0)
     assert settings.fit_config.drift_error_max == 0.2
     assert (str(settings.first_split.shape), settings.first_split.warm_up_s) == ("2P1D", 90.0)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from evolving.core.config import PlannerConfig
+from evolving.core.evidence import Evidence
 from evolving.core.iterations import IterationWindow
 from evolving.core.membership import follow_membership
 from evolving.core.modes import Mode
@@ -50,6 +51,7 @@ class PlannerLoop:
     cluster: SimCluster = field(init=False)
     decisions: list[Decision] = field(init=False, default_factory=list)
     window: WorkWindow = field(init=False, default_factory=WorkWindow)
+    _evidence: Evidence = field(init=False)
     _term: int = field(init=False, default=0)  # counts leaders: what an earlier one was about to do is not done
     _prefill_share: float = field(init=False, default=0.5)
     _reported_s: float = field(init=False, default=0.0)
@@ -72,6 +74,7 @@ class PlannerLoop:
 
     def _lead(self) -> None:
         self._term += 1
+        self._evidence = Evidence(self.config.planner)
         self._reported_s, self._reported_open_s = self.events.now_s, self.cluster.open_request_s()
         self._totals = self._all_totals()
         self._every(self.config.report_s, Priority.REPORT, self._report)
@@ -116,10 +119,12 @@ class PlannerLoop:
         return {node_id: node.meter.totals() for node_id, node in self.cluster.nodes.items()}
 
     def _decide(self) -> None:
-        now_s, config = self.events.now_s, self.config.planner
+        now_s, config, epoch = self.events.now_s, self.config.planner, self.cluster.split.epoch
         slices = self.window.slices(now_s, config.slices, config.slice_s)
         models = self.models()
-        evaluation = evaluate(slices, self.cluster.roles, models, config)
+        earlier = self._evidence.before(slices, epoch)
+        self._evidence.keep(slices, epoch)
+        evaluation = evaluate(slices, self.cluster.roles, models, config, earlier)
         decision = decide_by_throughput(
             self.cluster.split,
             models,

@@ -51,6 +51,8 @@ class EvaluationRecord:
     slices: tuple[Slice, ...]
     config: PlannerConfig
     counted: int
+    earlier: tuple[Slice, ...]
+    counted_earlier: int
     candidates: tuple[CandidateRecord, ...]
     problem: str
 
@@ -88,6 +90,8 @@ def to_record(evaluation: Evaluation) -> EvaluationRecord:
         slices=evaluation.slices,
         config=evaluation.config,
         counted=evaluation.counted,
+        earlier=evaluation.earlier,
+        counted_earlier=evaluation.counted_earlier,
         candidates=tuple(_candidate_to_record(candidate, place) for candidate in evaluation.candidates),
         problem=evaluation.problem,
     )
@@ -102,6 +106,8 @@ def from_record(record: EvaluationRecord) -> Evaluation:
         slices=record.slices,
         config=record.config,
         counted=record.counted,
+        earlier=record.earlier,
+        counted_earlier=record.counted_earlier,
         candidates=tuple(_candidate_from_record(candidate, record.nodes) for candidate in record.candidates),
         problem=record.problem,
     )

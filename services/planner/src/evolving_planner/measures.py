@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from evolving.core.config import PlannerConfig
 from evolving.core.errors import UnknownNode
+from evolving.core.evidence import Evidence
 from evolving.core.slices import DecodeDone, PrefillDone, Slice, WorkWindow
 
 _LIVES_MAX = 4  # of a node's engine, of which reports may still come
@@ -44,6 +45,14 @@ class ReportOutcome:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """A window in slices, oldest first, and those before it under the same split."""
+
+    slices: tuple[Slice, ...]
+    earlier: tuple[Slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Missing:
     """What the measurements of this term of office lack."""
 
@@ -74,6 +83,7 @@ class Measures:
     def clear(self) -> None:
         """Forget everything: a term of office begins."""
         self._window = WorkWindow(requests_max=self._requests_max)
+        self._evidence = Evidence(self._config)
         self._nodes: dict[str, _Node] = {}
         self._gone: dict[str, None] = {}  # of these, the ones that left, the longest gone first
         self._lost_reports = 0
@@ -133,13 +143,17 @@ class Measures:
             self._window.add_open(gateway_id, level.from_s, level.to_s, level.requests)
         self._forget(now_s)
 
-    def slices(self, now_s: float) -> tuple[Slice, ...]:
-        """The window up to now, cut into slices, oldest first, to decide by: what comes later for them is late."""
-        return self._window.slices(now_s, self._config.slices, self._config.slice_s)
+    def read(self, now_s: float, epoch: int) -> Measured:
+        """The window up to now, to decide by: what comes later for it is late. `epoch` is the split's."""
+        slices = self._window.slices(now_s, self._config.slices, self._config.slice_s)
+        earlier = self._evidence.before(slices, epoch)
+        self._evidence.keep(slices, epoch)
+        return Measured(slices, earlier)
 
-    def peek(self, now_s: float) -> tuple[Slice, ...]:
-        """The same slices, to look at: it changes nothing."""
-        return self._window.slices(now_s, self._config.slices, self._config.slice_s, peek=True)
+    def peek(self, now_s: float, epoch: int) -> Measured:
+        """The same, to look at: it changes nothing."""
+        slices = self._window.slices(now_s, self._config.slices, self._config.slice_s, peek=True)
+        return Measured(slices, self._evidence.before(slices, epoch))
 
     def missing(self) -> Missing:
         """What is known to be missing, since the term began."""

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
 
 from evolving.core.config import PlannerConfig
 from evolving.core.modes import Mode
 from evolving.core.planner import Decision, effective_roles
 from evolving.core.replan import Evaluation, decide_by_throughput, evaluate, worth_repeating_at_s
-from evolving.core.slices import Slice
 from evolving.runtime.clock import Clock
 from evolving.runtime.errors import NotLeader, StoreUnavailable
 from evolving.runtime.log import get_logger
@@ -22,7 +20,7 @@ from evolving.runtime.store import Conflict, Fenced
 from evolving.runtime.tasks import in_thread
 from evolving_planner.history import AUTHOR
 from evolving_planner.learning import Learning
-from evolving_planner.measures import Measures
+from evolving_planner.measures import Measured, Measures
 from evolving_planner.metrics import PlannerMetrics
 from evolving_planner.office import Office, Situation, Term
 from evolving_planner.view import View
@@ -88,18 +86,18 @@ class Replanner:
 
     async def what_if(self) -> Evaluation:
         """What every split would serve, by what was measured up to now. Changes nothing."""
-        return await self._evaluate(self._measures.peek(self._clock.now_s() - self._lag_s))
+        return await self._evaluate(self._measures.peek(self._clock.now_s() - self._lag_s, self._view.split.epoch))
 
-    async def _evaluate(self, slices: Sequence[Slice]) -> Evaluation:
+    async def _evaluate(self, measured: Measured) -> Evaluation:
         async with self._lock:
             roles = effective_roles(self._view.split, self._view.nodes)
             models = self._learning.models.in_force(self._view.nodes)
             # Many unlike nodes take a second and more; proposals and reports are served meanwhile.
-            return await in_thread(lambda: evaluate(slices, roles, models, self._config))
+            return await in_thread(lambda: evaluate(measured.slices, roles, models, self._config, measured.earlier))
 
     async def _decide(self, term: Term, end_s: float) -> float:
         """One round; the monotonic time at which it is worth repeating before the next window's end."""
-        evaluation = await self._evaluate(self._measures.slices(end_s))
+        evaluation = await self._evaluate(self._measures.read(end_s, self._view.split.epoch))
         missing = self._measures.missing()
         self._metrics.evaluated(evaluation, missing)
 

@@ -59,6 +59,13 @@ class PlannerSettings(ServiceSettings):
         description="the test a gain has to pass: paper, its mean is above twice its standard error; default, the "
         "error is widened where slices resemble their neighbours, and the gain is above --gain-floor",
     )
+    evidence_windows: int = Field(
+        _CORE.evidence_windows,
+        ge=1,
+        le=100,
+        description="windows under one split that count together where the last one alone is not sure; 1: none do; the "
+        "paper's gate never counts more than one",
+    )
     gain_floor: float = Field(
         _CORE.gain_floor, ge=0, le=10, description="gain below which no switch is worth it, 0.01 being 1 %"
     )
@@ -115,6 +122,7 @@ class PlannerSettings(ServiceSettings):
             slice_completions_least=self.slice_completions_least,
             slices_valid_least=self.slices_valid_least,
             gate=self.gate,
+            evidence_windows=self.evidence_windows,
             gain_floor=self.gain_floor,
             cooldown_s=self.cooldown_s,
         )

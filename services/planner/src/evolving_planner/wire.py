@@ -81,6 +81,8 @@ def evaluation_to_proto(evaluation: Evaluation, missing: Missing | None) -> plan
         roles=roles_to_proto(evaluation.roles),
         slices=[_slice_to_proto(measured, end_s) for measured in evaluation.slices],
         counted_slices=evaluation.counted,
+        earlier_slices=[_slice_to_proto(measured, end_s) for measured in evaluation.earlier],
+        counted_earlier_slices=evaluation.counted_earlier,
         candidates=[candidate_to_proto(candidate) for candidate in evaluation.candidates],
         problem=evaluation.problem,
         models=[_model_to_proto(node, model) for node, model in sorted(evaluation.models.items())],
@@ -154,4 +156,5 @@ def _gate_to_proto(config: PlannerConfig) -> planner_pb2.Gate:
         slice_completions_least=config.slice_completions_least,
         gain_floor=config.gain_floor,
         cooldown_s=config.cooldown_s,
+        evidence_windows=config.evidence_windows,
     )

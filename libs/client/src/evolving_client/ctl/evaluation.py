@@ -71,7 +71,12 @@ def print_slices(evaluation: planner_pb2.Evaluation) -> None:
     if not evaluation.slices:
         output.print_line("no slice has been measured yet")
         return
-    output.print_line(f"{evaluation.counted_slices} of {len(evaluation.slices)} slices count")
+    counted = f"{evaluation.counted_slices} of {len(evaluation.slices)} slices count"
+    if evaluation.counted_earlier_slices:
+        counted += f", and {evaluation.counted_earlier_slices} before them, under the same split"
+    elif evaluation.earlier_slices:
+        counted += f"; with the {len(evaluation.earlier_slices)} before them nothing is surer"
+    output.print_line(counted)
     output.print_table(
         ["from", "to", ">completed", ">no prefill", ">open", ">new tokens", ">cached", ">restored",
          ">query-key pairs", ">iterations", ">context"],
@@ -111,7 +116,8 @@ def print_gate(gate: planner_pb2.Gate) -> None:
     output.print_line(
         f"gate: {gate.name} · window {output.duration(gate.window_s)} in {gate.slices} slices, at least "
         f"{gate.slices_valid_least} of them with {gate.slice_completions_least} completions · gain above "
-        f"{_percent(gate.gain_floor)} · cooldown {output.duration(gate.cooldown_s)}"
+        f"{_percent(gate.gain_floor)} · cooldown {output.duration(gate.cooldown_s)} · up to "
+        f"{gate.evidence_windows} windows under one split count together"
     )
 
 

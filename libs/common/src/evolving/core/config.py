@@ -42,7 +42,9 @@ class Gate(enum.StrEnum):
     """How sure the planner must be of a gain before it switches."""
 
     PAPER = "paper"  # mean gain above twice its standard error (§4.3)
-    DEFAULT = "default"  # the error widened where slices resemble their neighbours, and a floor under the gain
+    # The error widened where slices resemble their neighbours, a floor under the gain; and where the last window is not
+    # sure, earlier ones under the same split count too.
+    DEFAULT = "default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class PlannerConfig:
     slices_valid_least: int = 8
     # The test a gain has to pass.
     gate: Gate = Gate.DEFAULT
+    # Windows under one split that count together where the last one alone is not sure; 1: none do. Default gate only.
+    evidence_windows: int = 6
     # Gain below which a switch isn't worth it, share of Θ; the paper's gate has none.
     gain_floor: float = 0.01
     # Seconds after a change of the split without a switch by throughput (§4.3).
@@ -71,6 +75,8 @@ class PlannerConfig:
             raise ValueError("slices_valid_least must be at least 2 and at most slices")
         if self.slice_completions_least < 1:
             raise ValueError("slice_completions_least must be at least 1")
+        if self.evidence_windows < 1:
+            raise ValueError("evidence_windows must be at least 1")
         if not (0 <= self.gain_floor < math.inf and 0 <= self.cooldown_s < math.inf):
             raise ValueError("gain_floor and cooldown_s must be finite and at least 0")
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from evolving.core.config import Gate, PlannerConfig
 
 _ROUNDING = 1e-9  # a gain no larger than this may be one of floating point alone
 _AUTOCORRELATION_MAX = 0.5
+_ERRORS, _ERRORS_OF_SEVERAL = 2.0, 2.5  # standard errors that a mean must exceed
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +23,24 @@ class Verdict:
     passes: bool
 
 
-def judge(gains: Sequence[float], config: PlannerConfig) -> Verdict:
+def judge(gains: Sequence[float], config: PlannerConfig, *, earlier: int = 0) -> Verdict:
     """The paper's test: `mean g > 2·sd/√n`, sd with n − 1. `gains` has one gain per slice, in order, at least two.
 
     The default gate asks more. Slices that resemble their neighbours are fewer than they look, so the error grows by
     `√((1 + r)/(1 − r))`, r being the lag-1 autocorrelation, clipped to [0, 0.5]; and a gain must be worth a switch.
+
+    The first `earlier` gains are of windows before the last one. Those are judged anew with each window that comes, and
+    noise has as many chances: the mean of all must exceed 2.5 errors. Nor may the last window contradict, for work may
+    have changed: by it too there is a gain, and the mean of all lies no higher than its own two errors allow.
     """
+    if not earlier:
+        return _judge(gains, config, _ERRORS)
+    of_all, of_last = _judge(gains, config, _ERRORS_OF_SEVERAL), _judge(gains[earlier:], config, _ERRORS)
+    agrees = of_last.mean_gain > 0.0 and of_all.mean_gain <= of_last.mean_gain + _ERRORS * of_last.error
+    return replace(of_all, passes=of_all.passes and agrees)
+
+
+def _judge(gains: Sequence[float], config: PlannerConfig, errors: float) -> Verdict:
     count = len(gains)
     mean = math.fsum(gains) / count
     deviations = [gain - mean for gain in gains]
@@ -37,7 +50,7 @@ def judge(gains: Sequence[float], config: PlannerConfig) -> Verdict:
     if config.gate is Gate.DEFAULT:
         error *= _widening(deviations, squares)
         floor = max(floor, config.gain_floor)
-    return Verdict(mean, error, passes=mean > 2 * error and mean > floor)
+    return Verdict(mean, error, passes=mean > errors * error and mean > floor)
 
 
 def _widening(deviations: Sequence[float], squares: float) -> float:

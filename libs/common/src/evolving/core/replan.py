@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from evolving.core.config import PlannerConfig
+from evolving.core.config import Gate, PlannerConfig
 from evolving.core.gate import judge
 from evolving.core.modes import Hold, Mode, hold_in_force
 from evolving.core.placement import Placement, fewest_moves
@@ -43,10 +43,12 @@ class Evaluation:
 
     roles: Mapping[str, Role]  # in effect
     models: Mapping[str, NodeModel]
-    slices: tuple[Slice, ...]
+    slices: tuple[Slice, ...]  # the window
     config: PlannerConfig
-    counted: int  # slices that say something
+    counted: int  # slices of the window that say something
     candidates: tuple[Candidate, ...]  # by prefill nodes, the present split among them; empty: nothing could be said
+    earlier: tuple[Slice, ...] = ()  # under the same split, looked at because the window alone is not sure
+    counted_earlier: int = 0  # of these, the ones that the candidates' figures count; 0: the window alone is told of
     problem: str = ""  # why the split has to stay, whatever the candidates; empty: nothing speaks against a switch
 
     @property
@@ -90,26 +92,45 @@ def worth_repeating_at_s(split: Split, decision: Decision) -> float | None:
 
 
 def evaluate(
-    slices: Sequence[Slice], roles: Mapping[str, Role], models: Mapping[str, NodeModel], config: PlannerConfig
+    slices: Sequence[Slice],
+    roles: Mapping[str, Role],
+    models: Mapping[str, NodeModel],
+    config: PlannerConfig,
+    earlier: Sequence[Slice] = (),
 ) -> Evaluation:
     """Compare every split of the nodes that prefill or decode with the present one, given by `roles` in effect.
 
     MIXED and DRAINING nodes keep their roles and count in neither phase. Of the ways to reach a shape, the one with the
     fewest moves counts, and among those the best placed (core/placement.py).
+
+    `earlier` are slices before those of the window, measured under the same split (core/evidence.py). Work varies so
+    much from request to request that a window can't tell a gain of a few percent from noise. Where no candidate passes
+    by the window alone, the default gate counts them too.
     """
     planned = {node: role for node, role in roles.items() if role in (Role.PREFILL, Role.DECODE)}
-    used = tuple((s.work, s.open_requests) for s in slices if s.work is not None and says_something(s, config))
+    used = _used(slices, config)
     problem = _problem(planned, models, len(used), config)
     can_compare = (
         len(used) >= 2 and set(planned.values()) == {Role.PREFILL, Role.DECODE} and set(planned) <= set(models)
     )
+    candidates = _compare((), used, planned, models, config) if can_compare else ()
+    sure = any(candidate.passes for candidate in candidates)
+    if problem or sure or config.gate is not Gate.DEFAULT:
+        earlier = ()
+    used_earlier, counted_earlier = _used(earlier, config), 0
+    if used_earlier:
+        by_all = _compare(used_earlier, used, planned, models, config)
+        if any(candidate.passes for candidate in by_all):
+            candidates, counted_earlier = by_all, len(used_earlier)
     return Evaluation(
         roles=dict(roles),
         models=dict(models),
         slices=tuple(slices),
         config=config,
         counted=len(used),
-        candidates=_compare(used, planned, models, config) if can_compare else (),
+        candidates=candidates,
+        earlier=tuple(earlier),
+        counted_earlier=counted_earlier,
         problem=problem,
     )
 
@@ -146,6 +167,8 @@ def decide_by_throughput(
             mode=mode,
         )
     finding = f"{best.shape} gains {_gain_text(best)}"
+    if evaluation.counted_earlier:
+        finding += f" over {evaluation.counted + evaluation.counted_earlier} slices"
     obstacle = _obstacle(split, live, evaluation, mode, held, now_s)
     roles = {node: role for node, role in split.roles.items() if node in live} | dict(best.moves)
     return make_decision(
@@ -162,12 +185,19 @@ def decide_by_throughput(
     )
 
 
+def _used(slices: Sequence[Slice], config: PlannerConfig) -> list[tuple[MeanWork, float]]:
+    """Mean work and open requests of the slices that count."""
+    return [(s.work, s.open_requests) for s in slices if s.work is not None and says_something(s, config)]
+
+
 def _compare(
-    used: Sequence[tuple[MeanWork, float]],
+    earlier: Sequence[tuple[MeanWork, float]],
+    window: Sequence[tuple[MeanWork, float]],
     planned: Mapping[str, Role],
     models: Mapping[str, NodeModel],
     config: PlannerConfig,
 ) -> tuple[Candidate, ...]:
+    used = [*earlier, *window]
     kinds = Kinds(models[node] for node in planned)
     placements = fewest_moves(kinds, planned, models, *_mean(used))
     prefill_rows = np.array([placement.prefill for placement in placements])
@@ -178,10 +208,10 @@ def _compare(
     total = np.minimum(prefill, decode)
     present = next(i for i, placement in enumerate(placements) if not placement.moves)
     gains = total / total[:, [present]] - 1.0
-    enough = len(used) >= config.slices_valid_least
+    enough = len(window) >= config.slices_valid_least
 
     def candidate(column: int, placement: Placement) -> Candidate:
-        verdict = judge(gains[:, column].tolist(), config)
+        verdict = judge(gains[:, column].tolist(), config, earlier=len(earlier))
         return Candidate(
             shape=placement.shape,
             moves=placement.moves,

@@ -558,10 +558,14 @@ class Evaluation(_message.Message):
     MODELS_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
     GATE_FIELD_NUMBER: _builtins.int
+    EARLIER_SLICES_FIELD_NUMBER: _builtins.int
+    COUNTED_EARLIER_SLICES_FIELD_NUMBER: _builtins.int
     counted_slices: _builtins.int
     """Slices that say something."""
     problem: _builtins.str
     """Why the split stays, whatever the candidates; empty: nothing speaks against a switch."""
+    counted_earlier_slices: _builtins.int
+    """Of these, the ones that the candidates' figures count beside the window's; 0: they are the window's alone."""
     @_builtins.property
     def roles(self) -> _containers.ScalarMap[_builtins.str, _common_pb2.Role.ValueType]:
         """Roles in effect."""
@@ -584,6 +588,10 @@ class Evaluation(_message.Message):
     def gate(self) -> Global___Gate:
         """What a gain has to pass."""
 
+    @_builtins.property
+    def earlier_slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slice]:
+        """Before the window, under the same split, oldest first: looked at where the window alone is not sure."""
+
     def __init__(
         self,
         *,
@@ -595,10 +603,12 @@ class Evaluation(_message.Message):
         models: _abc.Iterable[Global___NodeModel] | None = ...,
         missing: Global___Missing | None = ...,
         gate: Global___Gate | None = ...,
+        earlier_slices: _abc.Iterable[Global___Slice] | None = ...,
+        counted_earlier_slices: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["gate", b"gate", "missing", b"missing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "counted_slices", b"counted_slices", "gate", b"gate", "missing", b"missing", "models", b"models", "problem", b"problem", "roles", b"roles", "slices", b"slices"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "counted_earlier_slices", b"counted_earlier_slices", "counted_slices", b"counted_slices", "earlier_slices", b"earlier_slices", "gate", b"gate", "missing", b"missing", "models", b"models", "problem", b"problem", "roles", b"roles", "slices", b"slices"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -764,6 +774,7 @@ class Gate(_message.Message):
     SLICE_COMPLETIONS_LEAST_FIELD_NUMBER: _builtins.int
     GAIN_FLOOR_FIELD_NUMBER: _builtins.int
     COOLDOWN_S_FIELD_NUMBER: _builtins.int
+    EVIDENCE_WINDOWS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """"default" or "paper"."""
     window_s: _builtins.float
@@ -772,6 +783,8 @@ class Gate(_message.Message):
     slice_completions_least: _builtins.int
     gain_floor: _builtins.float
     cooldown_s: _builtins.float
+    evidence_windows: _builtins.int
+    """Windows under one split that may count together."""
     def __init__(
         self,
         *,
@@ -782,10 +795,11 @@ class Gate(_message.Message):
         slice_completions_least: _builtins.int = ...,
         gain_floor: _builtins.float = ...,
         cooldown_s: _builtins.float = ...,
+        evidence_windows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cooldown_s", b"cooldown_s", "gain_floor", b"gain_floor", "name", b"name", "slice_completions_least", b"slice_completions_least", "slices", b"slices", "slices_valid_least", b"slices_valid_least", "window_s", b"window_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cooldown_s", b"cooldown_s", "evidence_windows", b"evidence_windows", "gain_floor", b"gain_floor", "name", b"name", "slice_completions_least", b"slice_completions_least", "slices", b"slices", "slices_valid_least", b"slices_valid_least", "window_s", b"window_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
