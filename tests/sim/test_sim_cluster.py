@@ -180,6 +180,43 @@ def test_a_burst_of_agents_asks_at_once_and_is_gone_when_they_are_done() -> None
     assert helpers == {"writer"}
 
 
+def a_prompt(number: int) -> Request:
+    """Of 1,000 tokens, shared with no other's, and an answer of 100."""
+    names = [f"{number:06}{block:010}".encode() for block in range(17)]
+    branch = f"branch {number}"
+    return Request(f"{branch}#1", "kind", branch, branch, "", 1, names, 0, 1_000, 100, 0.0, lambda: None)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_an_engine_that_reserves_first_computes_no_prompt_before_its_answer_has_room(first: bool) -> None:
+    """§4.1: a decode engine reserves slots, then it gets the KV. With two slots the third prompt waits for an answer's
+    end; an engine that computes first has the prompt by then."""
+    one = scenario("3P1D", {})
+    machine = replace(one.machine, decode_slots=2)
+    arm = replace(ARMS["sglang-static"], reserves_first=first)
+    run = Run(replace(one, machine=machine, workload=WorkloadConfig(), arm=arm, debug=True))
+    prompts = [a_prompt(number) for number in range(3)]
+    for prompt in prompts:
+        run.cluster.submit(prompt)
+    run.until(60.0)
+    ends_s = min(prompt.done_s for prompt in prompts[:2])
+    assert prompts[2].done_s > ends_s
+    assert (prompts[2].taken_s >= ends_s) == first
+    assert (prompts[2].first_token_s < ends_s) == (not first)
+
+
+def test_a_request_is_routed_once_the_gateway_has_read_it_and_open_before() -> None:
+    one = scenario("2P2D", {})
+    run = Run(replace(one, workload=WorkloadConfig(), gateway_s=0.75, debug=True))
+    prompt = a_prompt(1)
+    run.cluster.submit(prompt)
+    run.check_invariants()
+    assert run.cluster.open_requests == 1
+    run.until(60.0)
+    assert prompt.taken_s == pytest.approx(0.75)
+    assert run.cluster.open_requests == 0
+
+
 def test_a_request_that_fits_nowhere_is_refused() -> None:
     run = Run(scenario("2P2D", {WORKER: 1}))
     long = Request("r", "kind", "a", "a", "", 1, [b""] * 2_000, 0, 100_000, 10, 0.0, lambda: None)

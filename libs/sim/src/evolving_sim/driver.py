@@ -39,6 +39,7 @@ class Scenario:
     arm: Arm = ARMS["ours-static"]
     seed: int = 1
     faults: Sequence[Fault] = ()
+    gateway_s: float = 0.0  # from a request's being sent until it is routed: its way, and making tokens of its text
     debug: bool = False  # check invariants all the while: for small clusters
 
 
@@ -58,7 +59,9 @@ class Run:
         split = Split(1, assign(scenario.shape, {}, node_ids), "as the scenario says", "scenario", -1e9)
         self.events = EventHeap()
         machines = dict.fromkeys(node_ids, scenario.machine)
-        self.cluster = SimCluster(self.events, machines, split, scenario.arm, scenario.seed)
+        self.cluster = SimCluster(
+            self.events, machines, split, scenario.arm, scenario.seed, gateway_s=scenario.gateway_s
+        )
         self.cluster.listeners.append(Listeners(done=self.results.add, role_changed=self._role_changed))
         self.workload = scenario.workload.workload(scenario.seed)
         self.workload.begin(self.events, self.cluster)

@@ -64,6 +64,7 @@ class PrefillLeg:
     restored_tokens: int
     hints: Sequence[HolderHint] = ()  # whom it fetches from
     fetch_until_blocks: int = 0  # leading blocks it will have once that is over
+    awaits_room: bool = False  # on its decode node, without which it isn't computed
     fetch_begun: bool = False
     fetch_over: bool = True  # nothing is still to come
     fetch_from_blocks: int = 0  # those it has now

@@ -21,7 +21,7 @@ from evolving.core.terms import Phase, Role
 from evolving.core.timemodel import PrefillSums
 from evolving.core.work import PrefillWork
 from evolving_sim.arms.arm import Arm, FetchMode, Policies, PolicySetup
-from evolving_sim.events import EventHeap
+from evolving_sim.events import EventHeap, Priority
 from evolving_sim.fetching import Fetching
 from evolving_sim.kv import NodeKv
 from evolving_sim.legs import DecodeLeg, PrefillLeg, Request
@@ -63,6 +63,7 @@ class SimCluster:
     arm: Arm
     seed: int = 1
     event_delay_s: float = EVENT_DELAY_S
+    gateway_s: float = 0.0  # from a request's coming to its routing
     listeners: list[Listeners] = field(default_factory=list)
     nodes: dict[str, SimNode] = field(init=False)
     roles: dict[str, Role] = field(init=False)  # in effect, of live nodes
@@ -81,6 +82,7 @@ class SimCluster:
     transfers: Links = field(init=False)  # from device memory to device memory
     fetching: Fetching = field(init=False)
     views: Views = field(init=False)
+    _coming: set[str] = field(init=False, default_factory=set)  # requests that are yet to be routed
     _recalled: int = field(init=False, default=0)  # contexts
     _numbered: int = field(init=False, default=0)  # prefill legs
 
@@ -120,7 +122,7 @@ class SimCluster:
             fetch=self._fetch,
             taken=self._taken,
             prefilled=self._prefilled,
-            granted=self._move,
+            granted=self._granted,
             decoded=self._decoded,
             begun=lambda _: self.changes.begun(node_id),
         )
@@ -151,6 +153,15 @@ class SimCluster:
             )
         self._count_open()
         self.requests[request.request_id] = request
+        if self.gateway_s:
+            self._coming.add(request.request_id)
+            self.events.after(self.gateway_s, Priority.ARRIVAL, partial(self._begin, request))
+        else:
+            self._begin(request)
+
+    def _begin(self, request: Request) -> None:
+        self._coming.discard(request.request_id)
+        config = next(iter(self.configs.values()))
         reusable = (request.prompt_tokens - 1) // config.block_tokens
         request.ideal_tokens = self.produced.known_blocks(request.names, reusable) * config.block_tokens
         self._route(request, self.directory.begin(request, config.block_tokens))
@@ -239,6 +250,8 @@ class SimCluster:
         self._sent[node.node_id] = self._sent.get(node.node_id, 0) + 1
         self.prefills[request.request_id] = leg
         node.enqueue(leg, sent)
+        if self.arm.reserves_first:
+            self._reserve(leg)
         if not leg.fetch_over and self.arm.fetch is FetchMode.ASYNC:
             self.fetching.begin(leg)
 
@@ -252,6 +265,10 @@ class SimCluster:
 
     def withdraw(self, leg: PrefillLeg) -> None:
         """A prompt leaves its node, in whatever stage it is."""
+        decode = self.decodes.pop(leg.request.request_id, None) if self.arm.reserves_first else None
+        if decode is not None:
+            self.nodes[decode.node_id].drop_decode(decode)
+            self.changes.check(decode.node_id)
         self.fetching.stop(leg)
         del self.prefills[leg.request.request_id]
         if not leg.gone:
@@ -269,10 +286,16 @@ class SimCluster:
         request.taken_s = self.events.now_s
         request.cached_tokens = min(leg.cached_tokens, request.prompt_tokens)
         request.fetched_tokens = min(leg.fetched_blocks * size, request.cached_tokens)
-        config = self.configs[leg.node_id]
+        if not self.arm.reserves_first:
+            self._reserve(leg)
+
+    def _reserve(self, leg: PrefillLeg) -> None:
+        """Choose who decodes, and ask for room there; nobody, where prefill gives all there is."""
+        request, config = leg.request, self.configs[leg.node_id]
         iterations = config.decode_iterations(request.output_tokens - request.generated_tokens)
         if iterations:
             decode = DecodeLeg(request, leg, iterations, config.accepted_tokens)
+            leg.awaits_room = self.arm.reserves_first
             self.decodes[request.request_id] = decode
             self.choose_decode(decode)
 
@@ -319,6 +342,13 @@ class SimCluster:
         self.nodes[leg.node_id].drop_decode(leg)
         leg.gone = False
         self.choose_decode(leg)
+
+    def _granted(self, leg: DecodeLeg) -> None:
+        """An answer has a slot and room."""
+        if leg.prefill.awaits_room:
+            leg.prefill.awaits_room = False
+            self.nodes[leg.prefill.node_id].wake()
+        self._move(leg)
 
     def _move(self, leg: DecodeLeg) -> None:
         """Send what the decode node lacks, once it has a slot and the prompt is computed."""
@@ -378,8 +408,8 @@ class SimCluster:
         answers = [leg for node in self.nodes.values() for leg in node.decode_legs()]
         assert {id(leg) for leg in answers} == {id(leg) for leg in self.decodes.values()}
         assert len(answers) == len(self.decodes)
-        assert self.requests.keys() == self.prefills.keys() | self.decodes.keys()
-        assert sum(self._sent.values()) == len(self.requests)
+        assert self.requests.keys() == self.prefills.keys() | self.decodes.keys() | self._coming
+        assert sum(self._sent.values()) == len(self.requests) - len(self._coming)
         live = [node_id for node_id, node in self.nodes.items() if node.alive]
         assert list(self.roles) == live
 

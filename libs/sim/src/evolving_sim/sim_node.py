@@ -319,8 +319,9 @@ class SimNode:
         return complete
 
     def _admit(self) -> None:
-        """Take prompts while an iteration's chunk has tokens left, passing over those whose fetch is not over. Nobody
-        passes one there is no room for, nor one whose fetch began with its turn."""
+        """Take prompts while an iteration's chunk has tokens left, passing over those whose fetch is not over, or whose
+        decode node has no room yet. Nobody passes one there is no room for here, nor one whose fetch began with its
+        turn."""
         prompts = self._prompts
         if not prompts.queue:
             return
@@ -329,6 +330,8 @@ class SimNode:
         for leg in list(prompts.queue) if left_tokens > 0 else ():
             if left_tokens <= 0:
                 break
+            if leg.awaits_room:
+                continue
             if not leg.fetch_over and self.fetches_at_start and not leg.fetch_begun:
                 self.callbacks.fetch(leg)
             if not leg.fetch_over:

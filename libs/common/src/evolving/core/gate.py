@@ -11,7 +11,7 @@ from evolving.core.config import Gate, PlannerConfig
 
 _ROUNDING = 1e-9  # a gain no larger than this may be one of floating point alone
 _AUTOCORRELATION_MAX = 0.5
-_ERRORS, _ERRORS_OF_SEVERAL = 2.0, 2.5  # standard errors that a mean must exceed
+_ERRORS = 2.0  # standard errors that a mean must exceed
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,16 @@ def judge(gains: Sequence[float], config: PlannerConfig, *, earlier: int = 0) ->
     `√((1 + r)/(1 − r))`, r being the lag-1 autocorrelation, clipped to [0, 0.5]; and a gain must be worth a switch.
 
     The first `earlier` gains are of windows before the last one. Those are judged anew with each window that comes, and
-    noise has as many chances: the mean of all must exceed 2.5 errors. Nor may the last window contradict, for work may
-    have changed: by it too there is a gain, and the mean of all lies no higher than its own two errors allow.
+    noise has as many chances; so the mean of n of the N gains there may be (`evidence_windows`) must exceed 2·√(N/n)
+    errors, which all looks together pass hardly more often than one look at N (O'Brien and Fleming, Biometrics 35,
+    1979). Nor may the last window contradict, for work may have changed: by it too there is a gain, and the mean of all
+    lies no higher than its own two errors allow.
     """
     if not earlier:
         return _judge(gains, config, _ERRORS)
-    of_all, of_last = _judge(gains, config, _ERRORS_OF_SEVERAL), _judge(gains[earlier:], config, _ERRORS)
+    most = config.evidence_windows * config.slices
+    of_all = _judge(gains, config, _ERRORS * math.sqrt(max(1.0, most / len(gains))))
+    of_last = _judge(gains[earlier:], config, _ERRORS)
     agrees = of_last.mean_gain > 0.0 and of_all.mean_gain <= of_last.mean_gain + _ERRORS * of_last.error
     return replace(of_all, passes=of_all.passes and agrees)
 

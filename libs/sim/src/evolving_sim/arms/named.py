@@ -77,7 +77,7 @@ def _our_routing(setup: PolicySetup) -> Policies:
 
 def _without_pool(name: str, policies: Callable[[PolicySetup], Policies], switching: Switching = IN_PLACE) -> Arm:
     """Nodes with their own KV only, in host memory once per GPU (§4.1)."""
-    return Arm(name, policies, EvictionPolicy.LRU, FetchMode.NONE, switching, PRIVATE_HOST_COPIES)
+    return Arm(name, policies, EvictionPolicy.LRU, FetchMode.NONE, switching, PRIVATE_HOST_COPIES, reserves_first=True)
 
 
 _OURS_STATIC = Arm("ours-static", _our_routing)
@@ -109,6 +109,7 @@ _ARMS = (
         ),
         EvictionPolicy.LRU,
         FetchMode.AT_START,
+        reserves_first=True,
         read_copies=PRIVATE_HOST_COPIES,
     ),
     arrow(),
