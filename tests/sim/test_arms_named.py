@@ -12,6 +12,7 @@ from evolving_sim.arms.dynamo_planner import DynamoPlanner
 from evolving_sim.arms.named import ARMS, dynamo
 from evolving_sim.arms.parameters import RESTART_S, RESTARTS_S
 from evolving_sim.arms.sglang import CacheAffinity, RoundRobin
+from evolving_sim.machines import FITTED
 from evolving_sim.planner_loop import PlannerLoop
 
 OURS = {"ours", "ours-static", "ours-lru"}
@@ -28,12 +29,18 @@ def test_names_are_their_own() -> None:
 
 @pytest.mark.parametrize("name", ARMS)
 def test_baselines_evict_the_longest_unused_and_only_the_pool_keeps_kv_once(name: str) -> None:
-    """§5.1: each node runs HiCache with LRU eviction; §4.1: the pool keeps one copy per node instead of four."""
+    """§5.1: each node runs HiCache with LRU eviction; §4.1: the pool keeps one copy per node instead of one per GPU."""
     arm = ARMS[name]
     assert (arm.eviction is EvictionPolicy.AGENT) == (name in {"ours", "ours-static"})
     assert (arm.fetch is FetchMode.NONE) == (name not in POOLED)
-    assert arm.host_copies == (1 if name in POOLED else 4)
+    assert arm.host_copies == (1.0 if name in POOLED else FITTED.host_copies)
     assert arm.read_copies == (4 if arm.fetch is FetchMode.AT_START else 1), "ours reads once, for all GPUs"
+
+
+@pytest.mark.parametrize("name", ARMS)
+def test_engines_but_ours_reserve_on_the_decode_node_before_they_compute(name: str) -> None:
+    """§4.1: "the decode engine reserves KV slots, receives KV"; Table D.5's data plane is ours."""
+    assert ARMS[name].reserves_first == (name not in OURS | {"sglang-async-fetch"})
 
 
 def test_only_one_pool_is_read_when_prefill_starts() -> None:

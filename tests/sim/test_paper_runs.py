@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
@@ -12,15 +12,16 @@ from sim.small import MACHINE, WORKER
 
 from evolving.core.planner import SplitShape
 from evolving.core.routing import RoutingConfig
+from evolving_sim import machines
 from evolving_sim.arms.arm import PolicySetup
 from evolving_sim.arms.dynamo_planner import DynamoPlanner
 from evolving_sim.arms.named import ARMS
 from evolving_sim.arms.parameters import RESTART_S
+from evolving_sim.machines import Fitted
 from evolving_sim.mixes import AGENTS_PER_CODING_AGENT, ARRIVALS_PER_CODING_AGENT
-from evolving_sim.node_config import NodeConfig
-from evolving_sim.paper import calibration, make_paper, making, performing
+from evolving_sim.paper import make_paper, making, performing
 from evolving_sim.paper.calibration import TARGETS, fit
-from evolving_sim.paper.figures import FIGURES, FITTED, Metric, Side
+from evolving_sim.paper.figures import FIGURES, FITTED, Figure, Metric, Side
 from evolving_sim.paper.loads import Load, bursts, load_of
 from evolving_sim.paper.plays import BEST, Outcome, Play, Stretch
 from evolving_sim.paper.runs import (
@@ -122,9 +123,9 @@ def test_the_best_split_is_the_one_that_serves_most_in_a_search_over_all(monkeyp
     """The runs of the search are shorter; what is kept is of a whole run."""
     played: list[Play] = []
 
-    def perform_at_once(play: Play, machine: NodeConfig | None = None) -> Outcome:
+    def perform_at_once(play: Play, fit: Fitted = machines.FITTED) -> Outcome:
         if play.shape == BEST:
-            return performing_perform(play, machine)
+            return performing_perform(play, fit)
         played.append(play)
         prefill = SplitShape.parse(play.shape).prefill
         served = {each.name: {Metric.THROUGHPUT: 10.0 - abs(prefill - 3)} for each in play.stretches}
@@ -167,21 +168,27 @@ def test_outcomes_survive_json() -> None:
     assert math.isnan(read.stretches["hour"][Metric.TTFT_MEAN])
 
 
-def test_the_fit_finds_the_factor_that_gives_the_papers_number() -> None:
-    found = fit(lambda factor: 5.0 / (0.4 + 0.6 * factor), 4.0)
-    assert found.factor == pytest.approx((5.0 / 4.0 - 0.4) / 0.6, rel=0.01)
-    assert abs(found.residual) < 0.005
-    assert -1.0 < found.slope < 0.0
+def test_the_fit_finds_the_unknowns_that_give_the_paper_s_numbers() -> None:
+    """Beside a world in which they are known, and numbers are smooth functions of them."""
+    true = Fitted(glm_prefill=1.3, kimi_prefill=0.8, host_copies=3.0, gateway_s=0.7)
+
+    def world(fit: Fitted) -> list[float]:
+        served = [10.0 / (0.5 + fit.glm_prefill), 9.0 / (0.2 + fit.glm_prefill), 5.0 / (0.3 + fit.kimi_prefill)]
+        return [*served, 0.2 * fit.host_copies**2, 0.3 + fit.gateway_s]
+
+    metrics = [Metric.THROUGHPUT] * 3 + [Metric.LOST_REUSE, Metric.TTFT_MEAN]
+    pairs = zip(metrics, world(true), strict=True)
+    wanted = [Figure("Table", f"row {value}", Side.BEST_STATIC, metric, value) for metric, value in pairs]
+    assert astuple(fit(world, wanted)) == pytest.approx(astuple(true), rel=0.02)
 
 
 def test_each_fitted_number_has_its_run_of_static_sglang() -> None:
-    assert [(each.figure.table, each.figure.row, each.figure.side, each.figure.metric) for each in TARGETS] == sorted(
-        FITTED
-    )
-    for each in TARGETS:
-        plays = EVERY[each.figure.table, each.figure.row, each.figure.side].plays
-        assert {(play.load, play.arm) for play in plays} == {(each.load, SGLANG)}
-    assert calibration.TARGETS[0].assumed.prefill.c1_s > 0
+    wanted = [figure for target in TARGETS for figure in target.figures]
+    assert sorted((each.table, each.row, each.side, each.metric) for each in wanted) == sorted(FITTED)
+    for target in TARGETS:
+        for each in target.figures:
+            plays = EVERY[each.table, each.row, each.side].plays
+            assert {(play.load, play.arm) for play in plays} == {(target.load, SGLANG)}
 
 
 def test_a_table_that_is_not_known_is_named(tmp_path: Path) -> None:
@@ -203,7 +210,7 @@ def test_one_table_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """With small agents on slow nodes, in this process."""
     monkeypatch.setattr(making, "QUICK_SHARE", 0.05)
     few = Load(MACHINE, WorkloadConfig((Period(0.0, {WORKER: 5}),)))
-    monkeypatch.setattr(performing, "load_of", lambda _: few)
+    monkeypatch.setattr(performing, "load_of", lambda *_: few)
     check_table_8(tmp_path, processes=1)
 
 

@@ -115,14 +115,16 @@ class NodeKv:
         self,
         config: NodeConfig,
         policy: EvictionPolicy = EvictionPolicy.AGENT,
-        host_copies: int = 1,
+        host_copies: float = 1.0,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         """host_copies: how often host memory keeps the same KV. on_change: hears that there are `changes`."""
         size = config.block_tokens
         self.block_tokens = size
         self.changes = PlacedChanges(on_change)
-        self.pool = NodePool(config.l1_tokens // size, config.l2_tokens // (size * host_copies), policy, self.changes)
+        self.pool = NodePool(
+            config.l1_tokens // size, int(config.l2_tokens / (size * host_copies)), policy, self.changes
+        )
         self.leg_blocks_max = (config.l1_tokens - config.reserve_tokens) // size
 
     def leg(self, names: Sequence[bytes], use: Use) -> LegKv:

@@ -1,8 +1,8 @@
 """Nodes like those of the paper's runs: four GB300 GPUs each, tensor parallel over them.
 
-The paper gives no coefficients. Two factors are fitted to two rows of static SGLang (paper/calibration.py), nothing to
-results of Evolving Infra, Dynamo or any other system. The rest is set by hand before, from the paper's text and what is
-public of the models and the hardware. They are of the scale of such hardware, no measurement of it.
+The paper gives no coefficients. Four numbers are fitted to five of static SGLang's (`Fitted`, paper/calibration.py),
+nothing to results of Evolving Infra, Dynamo or any other system. The rest is set by hand before, from the paper's text
+and what is public of the models and the hardware. They are of the scale of such hardware, no measurement of it.
 
 Decode, GLM-5.2: §4.2 gives iterations of 17 ms for 8 running requests and 45 ms for 64. A token goes to 8 of 256
 experts; speculation feeds about 4 tokens per request. d0 = 4 ms, d1 = 15.4 ms, d2 = 0.4 ms meet both. Context length
@@ -11,12 +11,12 @@ many tokens they have, so mixes.py counts them in iterations, at 2.2 tokens each
 
 Prefill, GLM-5.2: Table D.5's 4.62 requests/s of SGLang on four nodes, 23.6 % idle, are 0.66 s per request, which has
 7,660 new tokens after 142,000 cached ones (Table 8, SGLang). c1 = 42 µs and c2 = 0.29 ns share it evenly, which is a
-guess; sparse attention still reads an index of every pair. *One factor on both is fitted*, to 90 coding agents.
+guess; sparse attention still reads an index of every pair. *One factor on both is fitted*.
 c0 is a guess of a small term; c3 is host memory read at 100 GB/s.
 
 Kimi K2.6: d1 = 21 ms, as it has a third more weights, in 384 experts. It computes with four fifths of the weights per
 token, hence c1 = 34 µs, and has dense attention, with about 8 times the work per pair: c2 = 2.3 ns. *One factor on both
-is fitted*, to 128 computer-use agents.
+is fitted*.
 
 KV: a node's 1 TB of host memory holds 20 million tokens (§4.1), hence 50 kB per token; device memory a quarter of that.
 Fetches: 7 ms in the median of those under 16,000 tokens (§4.1), hence about 100 GB/s.
@@ -24,7 +24,7 @@ Fetches: 7 ms in the median of those under 16,000 tokens (§4.1), hence about 10
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving_sim.node_config import NodeConfig
@@ -44,18 +44,36 @@ ASSUMED_KIMI_K2_6 = NodeConfig(
 """What is set by hand, before the fit."""
 
 
-def fitted(assumed: NodeConfig, prefill_factor: float) -> NodeConfig:
-    """The same node with c1 and c2 so many times as large."""
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """What is fitted to rows of static SGLang (paper/calibration.py), and to nothing else."""
+
+    glm_prefill: float  # GLM-5.2's c1 and c2 are so many times as large as assumed
+    kimi_prefill: float  # Kimi K2.6's
+    # How many times fewer tokens a node's host memory holds where it is no pool. Four GPUs keep each token (§4.1), but
+    # what device memory has need not lie in host memory too.
+    host_copies: float
+    gateway_s: float  # until a request is routed: making tokens of 100,000 tokens' text, its way
+
+
+FITTED = Fitted(glm_prefill=1.2, kimi_prefill=1.057, host_copies=3.6, gateway_s=0.6)
+"""As `python -m evolving_sim.paper.calibration` fits them."""
+
+
+def _times(assumed: NodeConfig, factor: float) -> NodeConfig:
     coefficients = assumed.prefill
-    scaled = replace(coefficients, c1_s=coefficients.c1_s * prefill_factor, c2_s=coefficients.c2_s * prefill_factor)
+    scaled = replace(coefficients, c1_s=coefficients.c1_s * factor, c2_s=coefficients.c2_s * factor)
     return replace(assumed, prefill=scaled)
 
 
-GLM_PREFILL_FACTOR = 0.967
-KIMI_PREFILL_FACTOR = 1.057
-"""As `python -m evolving_sim.paper.calibration` fits them. Residuals: −0.1 % of 4.97 requests/s, +0.1 % of 3.12. A
-percent of the first changes its row by 0.28 %, of the second by 0.94 %: coding agents wait for their tools more than
-for prefill, so their row tells less."""
+def glm_5_2(fit: Fitted = FITTED) -> NodeConfig:
+    """A node that serves GLM-5.2."""
+    return _times(ASSUMED_GLM_5_2, fit.glm_prefill)
 
-GLM_5_2 = fitted(ASSUMED_GLM_5_2, GLM_PREFILL_FACTOR)
-KIMI_K2_6 = fitted(ASSUMED_KIMI_K2_6, KIMI_PREFILL_FACTOR)
+
+def kimi_k2_6(fit: Fitted = FITTED) -> NodeConfig:
+    """A node that serves Kimi K2.6."""
+    return _times(ASSUMED_KIMI_K2_6, fit.kimi_prefill)
+
+
+GLM_5_2, KIMI_K2_6 = glm_5_2(), kimi_k2_6()

@@ -144,9 +144,9 @@ class Arm:
     eviction: EvictionPolicy = EvictionPolicy.AGENT
     fetch: FetchMode = FetchMode.ASYNC
     switching: Switching = IN_PLACE
-    # How often a node's host memory keeps the same KV: once, or once for each of its GPUs (§4.1). A node holds in L2
-    # so many times fewer tokens.
-    host_copies: int = 1
+    # How often a node's host memory keeps the same KV: once, or once for each of its GPUs (§4.1), a mean. A node holds
+    # in L2 so many times fewer tokens.
+    host_copies: float = 1.0
     # Whether a prompt waits until its decode node has room for it before it is computed, or is computed first.
     reserves_first: bool = False
     # How often a node reads the same KV from a peer: once, for all of its GPUs, or once for each (§4.1).

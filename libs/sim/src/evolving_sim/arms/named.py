@@ -1,8 +1,9 @@
 """The arms by name, as runs and the paper's tables ask for them.
 
-All baselines of the paper are routed as SGLang Model Gateway does, decode nodes in turn, and evict by LRU (§5.1); that
-is so beside Dynamo's and Arrow's planners too, except where §2.3 compares routing. KV that another node has is no use
-to them, but for the one with a pool (§2.3) and the one with our data plane (Table D.5).
+All baselines of the paper are SGLang, whose decode nodes reserve room before the prompt is computed ("the decode engine
+reserves KV slots, receives KV", §4.1). They are routed as SGLang Model Gateway does, decode nodes in turn, and evict by
+LRU (§5.1); that is so beside Dynamo's and Arrow's planners too, except where §2.3 compares routing. KV that another
+node has is no use to them, but for the one with a pool (§2.3) and the one with our data plane (Table D.5).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from evolving_sim.arms.fetching import FetchesAll, FetchesSooner
 from evolving_sim.arms.ours import LeastDecodeCost, LeastPredictedTtft
 from evolving_sim.arms.parameters import (
     KV_ROUTER_WITH_POOL,
-    PRIVATE_HOST_COPIES,
+    READS_OF_A_NODE,
     RESTART_S,
     ArrowConfig,
     CacheAffinityConfig,
@@ -37,6 +38,7 @@ from evolving_sim.arms.parameters import (
     KvRouterConfig,
 )
 from evolving_sim.arms.sglang import CacheAffinity, RoundRobin, StickySession
+from evolving_sim.machines import FITTED
 from evolving_sim.planner_loop import LoopConfig, PlannerLoop
 
 
@@ -76,8 +78,8 @@ def _our_routing(setup: PolicySetup) -> Policies:
 
 
 def _without_pool(name: str, policies: Callable[[PolicySetup], Policies], switching: Switching = IN_PLACE) -> Arm:
-    """Nodes with their own KV only, in host memory once per GPU (§4.1)."""
-    return Arm(name, policies, EvictionPolicy.LRU, FetchMode.NONE, switching, PRIVATE_HOST_COPIES, reserves_first=True)
+    """Nodes with their own KV only, in host memory about once per GPU (§4.1)."""
+    return Arm(name, policies, EvictionPolicy.LRU, FetchMode.NONE, switching, FITTED.host_copies, reserves_first=True)
 
 
 _OURS_STATIC = Arm("ours-static", _our_routing)
@@ -110,7 +112,7 @@ _ARMS = (
         EvictionPolicy.LRU,
         FetchMode.AT_START,
         reserves_first=True,
-        read_copies=PRIVATE_HOST_COPIES,
+        read_copies=READS_OF_A_NODE,
     ),
     arrow(),
 )

@@ -1,6 +1,7 @@
 """Every number of the arms that was chosen, and where it is from.
 
-They were fixed before any comparison was run with them, and none is fitted to an outcome. Sections and tables without a
+They were fixed before the first comparison was run, and none is fitted to an outcome; what changed since is said in
+paper/README.md. Sections and tables without a
 name are the paper's (arXiv 2611.12304). What other systems default to is as their own documentation or source has it.
 """
 
@@ -12,10 +13,10 @@ from types import MappingProxyType
 
 # -- host memory
 
-PRIVATE_HOST_COPIES = 4
-"""§4.1: without the shared pool each of a node's 4 GPUs keeps the node's KV in its own part of host memory, for latent
-(MLA) KV isn't divided among them; the pool keeps it once. SGLang's "HiCache System Design" has that de-duplication for
-storage below host memory only."""
+READS_OF_A_NODE = 4
+"""§4.1: where the pool isn't ours each of a node's 4 GPUs reads the node's KV, for latent (MLA) KV isn't divided among
+them. Each keeps it in its own part of host memory too (machines.py, `host_copies`): SGLang's "HiCache System Design"
+has de-duplication for storage below host memory only."""
 
 # -- routing: SGLang Model Gateway (§2.3, §5.1)
 

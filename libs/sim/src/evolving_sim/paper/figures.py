@@ -129,6 +129,9 @@ FITTED = frozenset(
     {
         ("Table 5", "CC (90)", Side.BEST_STATIC, Metric.THROUGHPUT),
         ("Table 5", "OSWorld (128)", Side.BEST_STATIC, Metric.THROUGHPUT),
+        ("Table 5", "Putnam (224)", Side.BEST_STATIC, Metric.TTFT_MEAN),
+        ("Table 8", "CC (126), 4P5D", Side.BEST_STATIC, Metric.LOST_REUSE),
+        ("Table 8", "CC (126), 4P5D", Side.BEST_STATIC, Metric.THROUGHPUT),
     }
 )
 """What the coefficients are fitted to (calibration.py): a row of a table, whose and which of its numbers."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from evolving_sim.kinds import Kind
-from evolving_sim.machines import GLM_5_2, KIMI_K2_6
+from evolving_sim.machines import FITTED, Fitted, glm_5_2, kimi_k2_6
 from evolving_sim.mixes import (
     AGENTS_PER_CODING_AGENT,
     ARRIVALS_PER_CODING_AGENT,
@@ -34,10 +34,10 @@ _COMPOSITIONS: Sequence[Mapping[Kind, int]] = (
 """§5.4, of nine nodes; with Kimi K2.6."""
 
 # Nodes, agents, and how many of ours stand for one of the paper's: at a time, and where they arrive.
-_STATIC: Mapping[str, tuple[NodeConfig, Kind, float, float]] = {
-    "Putnam": (GLM_5_2, MATH, 1.0, 1.0),
-    "CC": (GLM_5_2, CLAUDE_CODE, AGENTS_PER_CODING_AGENT, ARRIVALS_PER_CODING_AGENT),
-    "OSWorld": (KIMI_K2_6, COMPUTER_USE, 1.0, 1.0),
+_STATIC: Mapping[str, tuple[Callable[[Fitted], NodeConfig], Kind, float, float]] = {
+    "Putnam": (glm_5_2, MATH, 1.0, 1.0),
+    "CC": (glm_5_2, CLAUDE_CODE, AGENTS_PER_CODING_AGENT, ARRIVALS_PER_CODING_AGENT),
+    "OSWorld": (kimi_k2_6, COMPUTER_USE, 1.0, 1.0),
 }
 
 
@@ -49,8 +49,8 @@ class Load:
     workload: WorkloadConfig
 
 
-def load_of(name: str) -> Load:
-    """By name. ValueError: there is none such.
+def load_of(name: str, fit: Fitted = FITTED) -> Load:
+    """By name, on machines as `fit` has them. ValueError: there is none such.
 
     "CC (90)": so many agents at a time; "CC, 0.5 agents/min": arrivals; "shift": §5.4; "partition 3": a partition of
     nine nodes whose composition goes round, each partition's at another place, so that all of them together are asked
@@ -58,16 +58,16 @@ def load_of(name: str) -> Load:
     """
     if match := re.fullmatch(r"(\w+) \((\d+)\)", name):
         machine, kind, per_agent, _ = _STATIC[match[1]]
-        return Load(machine, WorkloadConfig((Period(0.0, {kind: round(int(match[2]) * per_agent)}),)))
+        return Load(machine(fit), WorkloadConfig((Period(0.0, {kind: round(int(match[2]) * per_agent)}),)))
     if match := re.fullmatch(r"(\w+), ([\d.]+) agents/min", name):
         machine, kind, _, per_arrival = _STATIC[match[1]]
-        return Load(machine, WorkloadConfig(arrivals=(Arrivals(kind, float(match[2]) * per_arrival),)))
+        return Load(machine(fit), WorkloadConfig(arrivals=(Arrivals(kind, float(match[2]) * per_arrival),)))
     if name == "shift":
-        return Load(KIMI_K2_6, WorkloadConfig(_periods(_COMPOSITIONS, SHIFT_PERIOD_S)))
+        return Load(kimi_k2_6(fit), WorkloadConfig(_periods(_COMPOSITIONS, SHIFT_PERIOD_S)))
     if match := re.fullmatch(r"partition (\d+)", name):
         at = int(match[1]) % len(_COMPOSITIONS)
         around = [*_COMPOSITIONS[at:], *_COMPOSITIONS[:at]]
-        return Load(KIMI_K2_6, WorkloadConfig(_periods(around, PARTITION_PERIOD_S)))
+        return Load(kimi_k2_6(fit), WorkloadConfig(_periods(around, PARTITION_PERIOD_S)))
     raise ValueError(f"no load is called {name!r}")
 
 

@@ -12,8 +12,7 @@ from evolving_sim.arms.arm import Arm
 from evolving_sim.arms.named import ARMS, dynamo, ours
 from evolving_sim.arms.parameters import KIMI_CONTEXT_TOKENS, RESTART_S, RESTARTS_S, DynamoPlannerConfig
 from evolving_sim.driver import Run, Scenario, shapes
-from evolving_sim.machines import KIMI_K2_6
-from evolving_sim.node_config import NodeConfig
+from evolving_sim.machines import FITTED, KIMI_K2_6, Fitted
 from evolving_sim.paper.figures import Metric
 from evolving_sim.paper.loads import bursts, load_of
 from evolving_sim.paper.plays import (
@@ -36,12 +35,12 @@ BLOCK_TOKENS = 256
 tokens more than it would have to, of some thousands; the fit has that in it."""
 
 
-def perform(play: Play, machine: NodeConfig | None = None) -> Outcome:
-    """Play it; on other nodes than its load's where `machine` says which."""
+def perform(play: Play, fit: Fitted = FITTED) -> Outcome:
+    """Play it, on nodes as `fit` has them."""
     if play.shape == BEST:
-        return _perform_best(play, machine)
+        return _perform_best(play, fit)
     begun_s = time.perf_counter()
-    run = Run(_scenario(play, machine))
+    run = Run(_scenario(play, fit))
     run.until(play.end_s)
     run.check_invariants()
     unneeded = _unneeded_percent(run)
@@ -59,15 +58,13 @@ def perform(play: Play, machine: NodeConfig | None = None) -> Outcome:
     )
 
 
-def _perform_best(play: Play, machine: NodeConfig | None) -> Outcome:
+def _perform_best(play: Play, fit: Fitted) -> Outcome:
     """The split that serves most in shorter runs, played as long as is wanted."""
     share = min(1.0, play.end_s / _USUAL_END_S)
     search = Stretch("search", SEARCH_FROM_S * share, SEARCH_TO_S * share)
-    tried = {
-        str(shape): perform(replace(play, shape=str(shape), stretches=(search,)), machine) for shape in shapes(NODES)
-    }
+    tried = {str(shape): perform(replace(play, shape=str(shape), stretches=(search,)), fit) for shape in shapes(NODES)}
     searched = {shape: each.stretches[search.name][Metric.THROUGHPUT] for shape, each in tried.items()}
-    best = perform(replace(play, shape=max(searched, key=searched.__getitem__)), machine)
+    best = perform(replace(play, shape=max(searched, key=searched.__getitem__)), fit)
     requests = best.requests + sum(each.requests for each in tried.values())
     wall_s = best.wall_s + sum(each.wall_s for each in tried.values())
     return replace(best, searched=searched, requests=requests, wall_s=wall_s)
@@ -87,12 +84,14 @@ def cost(play: Play) -> float:
     return play.end_s * SplitShape.parse(play.shape).total
 
 
-def _scenario(play: Play, machine: NodeConfig | None) -> Scenario:
-    load = load_of(play.load)
+def _scenario(play: Play, fit: Fitted) -> Scenario:
+    load = load_of(play.load, fit)
     workload = replace(load.workload, bursts=bursts(play.bursts_per_hour, play.end_s))
     shape = SplitShape.parse(play.shape)
-    nodes = replace(machine or load.machine, block_tokens=BLOCK_TOKENS)
-    return Scenario(nodes, shape, workload, _arm(play), seed=play.seed)
+    nodes, arm = replace(load.machine, block_tokens=BLOCK_TOKENS), _arm(play)
+    if arm.host_copies != 1.0:
+        arm = replace(arm, host_copies=fit.host_copies)
+    return Scenario(nodes, shape, workload, arm, seed=play.seed, gateway_s=fit.gateway_s)
 
 
 def dynamo_of(load: str) -> Arm:
