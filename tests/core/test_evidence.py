@@ -24,43 +24,42 @@ def window(end_s: float) -> tuple[Slice, ...]:
 @dataclass
 class Naive:
     windows_most: int
-    given: list[tuple[int, tuple[Slice, ...]]] = field(default_factory=list)
+    given: list[tuple[Slice, ...]] = field(default_factory=list)
 
-    def before(self, begins_s: float, epoch: int) -> list[Slice]:
-        """From the newest window back, as long as the split stays, what nothing newer overlaps."""
+    def before(self, begins_s: float, since_s: float) -> list[Slice]:
+        """From the newest window back, what nothing newer overlaps, of the present split's time."""
         found: list[Slice] = []
-        for of_epoch, slices in reversed(self.given):
-            if of_epoch != epoch:
-                break
+        for slices in reversed(self.given):
             begin_s = min([begins_s, *(kept.started_s for kept in found)])
-            found = [each for each in slices if each.ended_s <= begin_s] + found
+            found = [each for each in slices if each.ended_s <= begin_s and each.started_s >= since_s] + found
         most = (self.windows_most - 1) * SLICES
         return found[-most:] if most else []
 
 
 @given(
-    steps=st.lists(st.tuples(st.integers(1, 6), st.booleans()), max_size=12),
+    steps=st.lists(st.tuples(st.integers(1, 6), st.none() | st.integers(0, 30)), max_size=12),
     windows_most=st.integers(1, 4),
     waited=st.integers(0, 12),
 )
-def test_slices_under_the_present_split_are_kept_once_and_no_more_than_allowed(
-    steps: list[tuple[int, bool]], windows_most: int, waited: int
+def test_slices_since_the_split_was_written_are_kept_once_and_no_more_than_allowed(
+    steps: list[tuple[int, int | None]], windows_most: int, waited: int
 ) -> None:
-    """Windows follow each other by any number of slices: some overlap, some leave a gap."""
+    """Windows follow each other by any number of slices: some overlap, some leave a gap. Splits are written at any
+    time, in the middle of a window and of a slice."""
     config = PlannerConfig(SLICE_S * SLICES, SLICES, slices_valid_least=2, evidence_windows=windows_most)
     real, naive = Evidence(config), Naive(windows_most)
-    end_s, epoch = 1000.0, 1
+    end_s, since_s = 1000.0, -1e9
     for later, changed in steps:
         end_s += later * SLICE_S
-        epoch += changed
-        assert list(real.before(window(end_s), epoch)) == naive.before(end_s - SLICE_S * SLICES, epoch)
-        real.keep(window(end_s), epoch)
-        naive.given.append((epoch, window(end_s)))
+        if changed is not None:
+            since_s = max(since_s, end_s - changed * SLICE_S / 3)
+        expected = naive.before(end_s - SLICE_S * SLICES, since_s)
+        assert list(real.before(window(end_s), since_s)) == expected
+        assert list(real.add(window(end_s), since_s)) == expected
+        naive.given.append(window(end_s))
     end_s += waited * SLICE_S
-    before = real.before(window(end_s), epoch)
-    assert list(before) == naive.before(end_s - SLICE_S * SLICES, epoch)
-    assert real.before(window(end_s), epoch) == before
-    assert real.before(window(end_s), epoch + 1) == ()
+    assert list(real.before(window(end_s), since_s)) == naive.before(end_s - SLICE_S * SLICES, since_s)
+    assert real.before(window(end_s), end_s) == ()
 
 
 def test_windows_whose_ends_are_rounded_lose_no_slice() -> None:
@@ -68,6 +67,5 @@ def test_windows_whose_ends_are_rounded_lose_no_slice() -> None:
     evidence, end_s = Evidence(config), 1.1
     for count in range(5):
         slices = tuple(Slice(end_s - 0.1 * back, end_s - 0.1 * (back - 1), 0, 0, 0.0, None) for back in (3, 2, 1))
-        assert len(evidence.before(slices, 1)) == 3 * count
-        evidence.keep(slices, 1)
+        assert len(evidence.add(slices, 0.0)) == 3 * count
         end_s += 0.3

@@ -61,3 +61,40 @@ def test_the_correlation_is_taken_for_a_half_at_most_and_never_for_less_than_non
 def test_what_passes_the_default_gate_passes_the_paper_s(gains: list[float]) -> None:
     if judge(gains, DEFAULT).passes:
         assert judge(gains, PAPER).passes
+
+
+# -- several windows
+
+
+def about(mean: float, count: int, spread: float = 0.1) -> list[float]:
+    """So many gains, `spread` above and below the mean in turns: each differs from its neighbours."""
+    return [mean + (spread if at % 2 else -spread) for at in range(count)]
+
+
+@pytest.mark.parametrize("windows", [2, 4, 6])
+def test_the_fewer_windows_count_the_surer_they_have_to_be(windows: int) -> None:
+    """O'Brien and Fleming, Biometrics 35 (1979): look k of K asks for √(K/k) times as much as the last one."""
+    config = PlannerConfig(slices=10, evidence_windows=6, gain_floor=0.0)
+    count = 10 * windows
+    error = 0.1 / math.sqrt(count - 1)
+    least = 2.0 * math.sqrt(6 / windows) * error
+    assert judge(about(1.01 * least, count), config, earlier_count=count - 10).passes
+    assert not judge(about(0.99 * least, count), config, earlier_count=count - 10).passes
+
+
+def test_the_last_window_must_not_contradict_those_before_it() -> None:
+    config = PlannerConfig()
+    sure = about(0.1, 50, spread=0.01)
+    for last, passes in ((0.001, True), (-0.001, False)):
+        assert judge([*sure, *about(last, 10, spread=0.3)], config, earlier_count=50).passes == passes
+    error = 0.05 / math.sqrt(9)
+    # The mean of all, with five times as many before it, is 0.1 − (0.1 − last)/6.
+    highest = (0.1 * 5 / 6 - 2 * error) / (5 / 6)  # of a last mean that contradicts
+    for last, passes in ((highest + 1e-6, True), (highest - 1e-6, False)):
+        assert judge([*sure, *about(last, 10, spread=0.05)], config, earlier_count=50).passes == passes
+
+
+def test_what_several_windows_gain_is_still_worth_a_switch_only_above_the_floor() -> None:
+    config = PlannerConfig(gain_floor=0.02)
+    assert judge(about(0.021, 60, spread=0.001), config, earlier_count=50).passes
+    assert not judge(about(0.019, 60, spread=0.001), config, earlier_count=50).passes

@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -201,27 +200,13 @@ def test_noise_passes_the_paper_s_gate_as_often_as_student_says_and_the_default_
         assert default.family_wise < paper.family_wise
 
 
-def test_in_an_hour_noise_passes_less_often_than_by_the_paper_s_gate_though_windows_are_judged_again() -> None:
-    """What one window is not sure of is judged with those before it: another chance for noise, six times an hour."""
-    default, paper, lives = PlannerConfig(), PlannerConfig(gate=Gate.PAPER), 10_000
-    size = default.evidence_windows * GAINS
+def test_looking_at_earlier_windows_again_and_again_gives_noise_hardly_more_chances_than_one_look() -> None:
+    """O'Brien and Fleming (1979): all looks up to the sixth pass 2.8 % of lives where errors are known, the last alone
+    2.3 %; without their factor it would be 6 %. Errors are estimated here, and widened."""
+    config, lives = PlannerConfig(), 10_000
+    size = config.evidence_windows * GAINS
     draws = np.random.default_rng(2612).normal(0.0, 0.1, size=(lives, size)).tolist()
-    ends = range(GAINS, size + 1, GAINS)
-
-    def share(passes: Callable[[Sequence[float], int], bool]) -> float:
-        """Of lives in which some window's decision passes."""
-        return sum(any(passes(life, end) for end in ends) for life in draws) / lives
-
-    def alone(life: Sequence[float], end: int, config: PlannerConfig = default) -> bool:
-        return judge(life[end - GAINS : end], config).passes
-
-    def also_with_earlier(life: Sequence[float], end: int) -> bool:
-        return alone(life, end) or (end > GAINS and judge(life[:end], default, earlier=end - GAINS).passes)
-
-    by_paper = share(partial(alone, config=paper))
-    by_one, by_several = share(alone), share(also_with_earlier)
-    print(
-        f"an hour of noise passes: paper gate {by_paper:.1%}, default {by_several:.1%}, by single windows {by_one:.1%}"
-    )
-    assert by_one < by_several < by_paper
-    assert by_several - by_one < 0.02
+    ends = range(2 * GAINS, size + 1, GAINS)
+    passing = sum(any(judge(life[:end], config, earlier_count=end - GAINS).passes for end in ends) for life in draws)
+    print(f"looks at two to six windows of noise: one of them passes in {passing / lives:.1%} of lives")
+    assert 0.01 < passing / lives < 0.04

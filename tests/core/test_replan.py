@@ -322,21 +322,24 @@ def test_what_an_evaluation_keeps_is_all_it_used(
 
 
 def test_a_small_gain_is_found_sooner_by_several_windows_under_one_split_than_by_one() -> None:
-    """5P4D serves 3 % more than 4P5D, which work that varies by a fifth from slice to slice hides from a window."""
-    split, found, elsewhere, lives = split_of("4P5D"), {False: 0, True: 0}, 0, 40
-    for life in range(lives):
-        windows = [noisy(sd=0.2, seed=100 * life + number, uncached=3600) for number in range(CONFIG.evidence_windows)]
-        for several in found:
-            for number, window in enumerate(windows):
-                earlier = tuple(itertools.chain.from_iterable(windows[:number])) if several else ()
-                best = evaluated(split, window, earlier=earlier).best
-                if best is not None:
-                    found[several] += str(best.shape) == "5P4D"
-                    elsewhere += str(best.shape) != "5P4D"
-                    break
-    print(f"of {lives} lives an hour long, {found[True]} found it, {found[False]} by one window at a time")
-    assert found[True] > found[False]
-    assert elsewhere <= 0.05 * 2 * lives
+    """5P4D serves a few percent more than 4P5D, which work that varies by a fifth from slice to slice hides from most
+    windows."""
+    split, lives = split_of("4P5D"), 40
+
+    def found_by(windows: Sequence[tuple[Slice, ...]], several: bool) -> str:
+        for number, window in enumerate(windows):
+            earlier = tuple(itertools.chain.from_iterable(windows[:number])) if several else ()
+            best = evaluated(split, window, earlier=earlier).best
+            if best is not None:
+                return str(best.shape)
+        return ""
+
+    hours = [[noisy(0.2, seed=6 * life + number, uncached=3600) for number in range(6)] for life in range(lives)]
+    by_one = [found_by(windows, several=False) for windows in hours]
+    by_several = [found_by(windows, several=True) for windows in hours]
+    print(f"of {lives} hours {by_several.count('5P4D')} found it, {by_one.count('5P4D')} by one window at a time")
+    assert by_several.count("5P4D") > by_one.count("5P4D")
+    assert set(by_several) <= {"5P4D", "", *by_one}, "earlier windows lead nowhere else"
 
 
 def test_a_window_that_is_sure_decides_alone_whatever_was_before() -> None:
@@ -359,9 +362,11 @@ def test_what_several_windows_say_is_told_with_how_many_slices_say_it() -> None:
 
 @pytest.mark.parametrize("uncached", [3000, 3400])
 def test_windows_before_the_work_changed_move_nothing(uncached: float) -> None:
-    """They say 5P4D gains 14 %. By the window it loses: much, or so little that it may be noise."""
+    """They say 5P4D gains much. By the last window it loses, or gains nothing to speak of."""
     split, earlier = split_of("4P5D"), noisy(0.02, seed=2, uncached=4000) * 5
-    assert evaluated(split, earlier[:10]).best is not None
+    before = evaluated(split, earlier[:10]).best
+    assert before is not None
+    assert before.mean_gain > 0.1
     for seed in range(20):
         evaluation = evaluated(split, noisy(0.02, seed=seed, uncached=uncached), earlier=earlier)
         assert evaluation.best is None

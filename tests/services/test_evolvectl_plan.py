@@ -153,7 +153,7 @@ def test_it_is_told_which_slices_before_the_window_were_looked_at(planner: Scrip
     for _ in range(3):
         planner.evaluation.earlier_slices.add(from_age_s=180, to_age_s=120)
     looked = evolvectl("--planner", address, "plan", "what-if")
-    assert "1 of 2 slices count; with the 3 before them nothing is surer" in looked.out
+    assert "1 of 2 slices count; with the 3 before them no split passes either" in looked.out
     planner.evaluation.counted_earlier_slices = 2
     counted = evolvectl("--planner", address, "plan", "what-if")
     assert "1 of 2 slices count, and 2 before them, under the same split" in counted.out
@@ -176,6 +176,8 @@ def test_what_if_compares_a_shape_with_the_present(planner: ScriptedPlanner, add
     assert "measurements missing: 3 samples came late, gateways were silent for 1min 15s" in outcome.out
     assert "window 10min in 10 slices" in outcome.out
     assert "up to 6 windows under one split count together" in outcome.out
+    planner.evaluation.gate.name = "paper"
+    assert "windows under one split" not in evolvectl("--planner", address, "plan", "what-if", "3P2D").out
     assert "does not pass" in evolvectl("--planner", address, "plan", "what-if", "1P4D").out
     assert "it is the present split" in evolvectl("--planner", address, "plan", "what-if", "2P3D").out
     as_json = evolvectl("--planner", address, "plan", "what-if", "3P2D", "--json").json

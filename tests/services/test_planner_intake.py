@@ -96,7 +96,7 @@ def opened(*levels: tuple[float, float, float], **more: Any) -> ReportOpenReques
 def test_a_report_is_taken_with_all_that_is_in_it() -> None:
     planner = Planner()
     planner.give(work(), work(), opened((60, 30, 4), (30, 0, 8)))
-    last = planner.measures.read(NOW_S, 1).slices[-1]
+    last = planner.measures.read(NOW_S, 0.0).slices[-1]
     assert (last.completions, last.without_prefill, last.open_requests) == (1, 0, 6)
     assert (planner.taken, planner.windows) == (2, 1), "once"
 
@@ -112,7 +112,7 @@ def test_requests_of_two_tenants_with_one_id_are_two() -> None:
                 sample.uncached_tokens, sample.query_key_pairs = tokens, tokens * (tokens + 1) / 2
             samples.append(sample)
     planner.give(work(samples=samples))
-    last = planner.measures.read(NOW_S, 1).slices[-1]
+    last = planner.measures.read(NOW_S, 0.0).slices[-1]
     assert last.completions == 2
     assert last.work is not None
     assert (last.work.uncached_tokens, last.work.decode_iterations) == (20, 4)
@@ -171,7 +171,7 @@ def test_a_node_that_just_left_is_listened_to() -> None:
     planner.give(work(samples=[]))
     planner.nodes = {"b": node_registration("b")}
     planner.give(work(sequence=2))
-    assert planner.measures.read(NOW_S, 1).slices[-1].completions == 1
+    assert planner.measures.read(NOW_S, 0.0).slices[-1].completions == 1
 
 
 def sample_with(name: str, value: object) -> ReportWorkRequest:
@@ -233,7 +233,7 @@ def test_of_a_report_that_no_honest_sender_sends_nothing_is_taken(bad: list[Mess
     assert (planner.taken, planner.windows) == (0, 0)
     for one in (planner, untouched):
         one.give(good)  # of the same number: that one is still to come
-    assert planner.measures.read(NOW_S, 1).slices == untouched.measures.read(NOW_S, 1).slices
+    assert planner.measures.read(NOW_S, 0.0).slices == untouched.measures.read(NOW_S, 0.0).slices
     assert (planner.taken, planner.windows) == (untouched.taken, untouched.windows)
 
 
@@ -296,7 +296,7 @@ def test_whatever_is_reported_what_is_measured_stays_finite(
         except InvalidRequest:
             continue
     planner.measures.check_invariants()
-    for part in planner.measures.read(NOW_S, 1).slices:
+    for part in planner.measures.read(NOW_S, 0.0).slices:
         assert math.isfinite(part.open_requests)
         assert part.work is None or all(math.isfinite(value) for value in vars_of(part.work))
     planner.models.refit(planner.nodes, 1.0)
@@ -345,7 +345,7 @@ def test_whatever_is_reported_what_is_decided_from_it_is_finite(
         assert pairs < tokens
     planner.give(*(opened((600, 0, level), gateway_id=f"g{place}") for place, level in enumerate(levels)))
     found = evaluate(
-        planner.measures.read(NOW_S, 1).slices,
+        planner.measures.read(NOW_S, 0.0).slices,
         {"a": Role.PREFILL, "b": Role.DECODE, "c": Role.DECODE},
         planner.models.in_force(planner.nodes),
         CONFIG,

@@ -100,7 +100,7 @@ def test_whatever_repeats_overtakes_or_misses_each_report_counts_once(reports: l
     for report in reports:
         assert report.give_to(real) == naive.take(report)
         real.check_invariants()
-    assert real.read(40.0, 1).slices == naive.slices(40.0)
+    assert real.read(40.0, 0.0).slices == naive.slices(40.0)
     assert real.missing().lost_reports == naive.lost_reports
 
 
@@ -127,7 +127,7 @@ def test_a_full_log_keeps_what_was_heard_of_last_and_says_how_much_is_lost(
                     lost += 1
             held.append(request_id)
             parts[request_id][type(sample.done)] += 1
-    found = real.read(40.0, 1).slices
+    found = real.read(40.0, 0.0).slices
     completed = [request_id for request_id in held if parts[request_id][DecodeDone]]
     assert sum(part.completions for part in found) == len(completed)
     assert sum(part.without_prefill for part in found) == sum(not parts[i][PrefillDone] for i in completed)
@@ -139,7 +139,7 @@ def test_what_is_held_is_bounded_however_much_comes(count: int, requests_max: in
     real = measures("a", requests_max=requests_max)
     for number in range(count):
         Report("a", "1", number, (decode(f"r{number}", 1.0),)).give_to(real)
-    assert sum(part.completions for part in real.read(40.0, 1).slices) == min(count, requests_max)
+    assert sum(part.completions for part in real.read(40.0, 0.0).slices) == min(count, requests_max)
     assert real.missing().lost_requests == max(0, count - requests_max)
 
 
@@ -150,8 +150,8 @@ def test_what_no_window_will_read_is_forgotten_and_nothing_else(gaps_s: list[flo
     for number, now_s in enumerate(times_s):
         Report("a", "1", number, (prefill(str(number), now_s), decode(str(number), now_s))).give_to(real, now_s)
         real.check_invariants()
-        start_s = real.peek(now_s, 1).slices[0].started_s
-        assert sum(part.completions for part in real.peek(now_s, 1).slices) == sum(
+        start_s = real.read(now_s, 0.0, peek=True).slices[0].started_s
+        assert sum(part.completions for part in real.read(now_s, 0.0, peek=True).slices) == sum(
             start_s <= at_s < now_s for at_s in times_s
         )
     assert real.missing().lost_requests == 0
@@ -161,10 +161,10 @@ def test_a_node_that_left_may_still_report_and_one_that_never_was_may_not() -> N
     real = measures("a", "b")
     real.keep_only(["b"])
     Report("a", "1", 1, (decode("r", 1.0),)).give_to(real)
-    assert sum(part.completions for part in real.read(40.0, 1).slices) == 1
+    assert sum(part.completions for part in real.read(40.0, 0.0).slices) == 1
     with pytest.raises(UnknownNode):
         Report("z", "1", 1, (decode("s", 1.0),)).give_to(real)
-    assert sum(part.completions for part in real.read(40.0, 1).slices) == 1
+    assert sum(part.completions for part in real.read(40.0, 0.0).slices) == 1
 
 
 def test_nodes_that_come_and_go_for_ever_are_not_remembered_for_ever() -> None:
@@ -189,10 +189,10 @@ def test_what_a_node_gave_up_counts_from_its_first_report_in_this_term_and_over_
 
 def test_looking_at_the_window_makes_nothing_late() -> None:
     real = measures()
-    real.peek(40.0, 1)
+    real.read(40.0, 0.0, peek=True)
     Report("a", "1", 1, (decode("r", 39.0),)).give_to(real)
     assert real.missing().late_samples == 0
-    assert real.peek(40.0, 1) == real.read(40.0, 1)
+    assert real.read(40.0, 0.0, peek=True) == real.read(40.0, 0.0)
     Report("a", "1", 2, (decode("s", 39.0),)).give_to(real)
     assert real.missing().late_samples == 1
 
@@ -202,7 +202,7 @@ def test_open_requests_are_the_mean_over_the_slice_and_a_silent_gateway_is_seen(
     for _ in range(2):  # a repeat says nothing new
         real.report_open("g", [OpenLevel(0.0, 10.0, 4.0), OpenLevel(15.0, 20.0, 6.0)], 20.0)
     real.report_open("h", [OpenLevel(10.0, 20.0, 1.0)], 20.0)
-    assert [part.open_requests for part in real.read(40.0, 1).slices] == [4.0, 6.0 * 5 / 10 + 1.0, 0.0, 0.0]
+    assert [part.open_requests for part in real.read(40.0, 0.0).slices] == [4.0, 6.0 * 5 / 10 + 1.0, 0.0, 0.0]
     assert real.missing().unreported_s == 5.0
 
 
@@ -216,5 +216,5 @@ def test_a_term_begins_with_nothing() -> None:
     new = measures("a")
     real.keep_only(["a"])
     assert real.missing() == new.missing()
-    assert real.read(40.0, 1).slices == new.read(40.0, 1).slices
+    assert real.read(40.0, 0.0).slices == new.read(40.0, 0.0).slices
     assert Report("a", "1", 1).give_to(real) == ReportOutcome(repeated=False, lost_reports=0)

@@ -140,19 +140,42 @@ async def test_measurements_of_an_earlier_term_do_not_count() -> None:
         assert decision.evaluation.counted == CONFIG.slices
 
 
-async def test_windows_since_the_split_changed_are_looked_at_together() -> None:
+async def test_windows_since_the_split_was_written_are_looked_at_together() -> None:
     async with cluster() as planned:
         await planned.pass_time(4.98)
-        evaluations = [decision.evaluation for decision in [await planned.decided(n) for n in (1, 2, 3, 4)]]
-        earlier = [evaluation.earlier for evaluation in evaluations if evaluation is not None]
-        assert [len(slices) for slices in earlier] == [0, 0, CONFIG.slices, 2 * CONFIG.slices]
-        assert earlier[3][0].started_s == pytest.approx(planned.began_s + CONFIG.window_s)
+        decisions = [await planned.decided(number) for number in (1, 2, 3, 4)]
+        assert [decision.kind for decision in decisions] == [DecisionKind.SWITCH, *[DecisionKind.STAY] * 3]
+        earlier = [decision.evaluation.earlier for decision in decisions if decision.evaluation is not None]
+        # The slice in which the split was written is of both.
+        assert [len(slices) for slices in earlier] == [0, 0, CONFIG.slices - 1, 2 * CONFIG.slices - 1]
+        assert all(each.started_s >= planned.began_s + CONFIG.window_s for slices in earlier for each in slices)
         what_if = await planned.replanner.what_if()
         assert what_if.earlier[-1].ended_s <= what_if.slices[0].started_s
+
+
+async def test_what_was_measured_before_an_operator_changed_the_split_counts_with_nothing_after() -> None:
+    async with cluster(Mode.SHADOW) as planned:
+        await planned.pass_time(2.55)
+        best = (await planned.decided(1)).evaluation
+        assert best is not None
+        assert best.best is not None
+        split = await planned.office.decide(to_shape(best.best.shape))
+        await planned.pass_time(4.98)
+        found = (await planned.decided(4)).evaluation
+        assert found is not None
+        written_s = planned.clock.now_s() - (planned.clock.wall_s() - split.written_at_s)
+        assert 0 < len(found.earlier) < CONFIG.slices
+        assert all(each.started_s >= written_s for each in found.earlier)
+
+
+async def test_a_new_leader_has_no_earlier_windows() -> None:
+    async with cluster() as planned:
+        await planned.pass_time(2.98)
+        await planned.decided(2)
         await lose_office(planned)
         term = await leads_again(planned)
         planned.began_s = planned.said_s = term.began_s
         await planned.pass_time(1.98)
-        found = (await planned.decided(5)).evaluation
-        assert found is not None
-        assert found.earlier == ()
+        decision = await planned.decided(3)
+        assert decision.evaluation is not None
+        assert decision.evaluation.earlier == ()

@@ -119,11 +119,10 @@ class PlannerLoop:
         return {node_id: node.meter.totals() for node_id, node in self.cluster.nodes.items()}
 
     def _decide(self) -> None:
-        now_s, config, epoch = self.events.now_s, self.config.planner, self.cluster.split.epoch
+        now_s, config = self.events.now_s, self.config.planner
         slices = self.window.slices(now_s, config.slices, config.slice_s)
         models = self.models()
-        earlier = self._evidence.before(slices, epoch)
-        self._evidence.keep(slices, epoch)
+        earlier = self._evidence.add(slices, self.cluster.split.written_at_s)
         evaluation = evaluate(slices, self.cluster.roles, models, config, earlier)
         decision = decide_by_throughput(
             self.cluster.split,

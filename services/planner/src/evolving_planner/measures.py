@@ -46,7 +46,7 @@ class ReportOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A window in slices, oldest first, and those before it under the same split."""
+    """A window in slices, oldest first, and earlier ones under the same split."""
 
     slices: tuple[Slice, ...]
     earlier: tuple[Slice, ...]
@@ -143,17 +143,13 @@ class Measures:
             self._window.add_open(gateway_id, level.from_s, level.to_s, level.requests)
         self._forget(now_s)
 
-    def read(self, now_s: float, epoch: int) -> Measured:
-        """The window up to now, to decide by: what comes later for it is late. `epoch` is the split's."""
-        slices = self._window.slices(now_s, self._config.slices, self._config.slice_s)
-        earlier = self._evidence.before(slices, epoch)
-        self._evidence.keep(slices, epoch)
-        return Measured(slices, earlier)
+    def read(self, now_s: float, since_s: float, *, peek: bool = False) -> Measured:
+        """The window up to now, and what may count with it since the split was written at `since_s`.
 
-    def peek(self, now_s: float, epoch: int) -> Measured:
-        """The same, to look at: it changes nothing."""
-        slices = self._window.slices(now_s, self._config.slices, self._config.slice_s, peek=True)
-        return Measured(slices, self._evidence.before(slices, epoch))
+        What comes later for it is late; with `peek` it is only looked at, and nothing changes.
+        """
+        slices = self._window.slices(now_s, self._config.slices, self._config.slice_s, peek=peek)
+        return Measured(slices, (self._evidence.before if peek else self._evidence.add)(slices, since_s))
 
     def missing(self) -> Missing:
         """What is known to be missing, since the term began."""

@@ -20,7 +20,7 @@ from evolving.runtime.store import Conflict, Fenced
 from evolving.runtime.tasks import in_thread
 from evolving_planner.history import AUTHOR
 from evolving_planner.learning import Learning
-from evolving_planner.measures import Measured, Measures
+from evolving_planner.measures import Measures
 from evolving_planner.metrics import PlannerMetrics
 from evolving_planner.office import Office, Situation, Term
 from evolving_planner.view import View
@@ -86,18 +86,21 @@ class Replanner:
 
     async def what_if(self) -> Evaluation:
         """What every split would serve, by what was measured up to now. Changes nothing."""
-        return await self._evaluate(self._measures.peek(self._clock.now_s() - self._lag_s, self._view.split.epoch))
+        return await self._evaluate(self._clock.now_s() - self._lag_s, peek=True)
 
-    async def _evaluate(self, measured: Measured) -> Evaluation:
+    async def _evaluate(self, end_s: float, *, peek: bool = False) -> Evaluation:
         async with self._lock:
-            roles = effective_roles(self._view.split, self._view.nodes)
+            split = self._view.split
+            written_s = self._clock.now_s() - (self._clock.wall_s() - split.written_at_s)  # by the monotonic clock
+            measured = self._measures.read(end_s, written_s, peek=peek)
+            roles = effective_roles(split, self._view.nodes)
             models = self._learning.models.in_force(self._view.nodes)
             # Many unlike nodes take a second and more; proposals and reports are served meanwhile.
             return await in_thread(lambda: evaluate(measured.slices, roles, models, self._config, measured.earlier))
 
     async def _decide(self, term: Term, end_s: float) -> float:
         """One round; the monotonic time at which it is worth repeating before the next window's end."""
-        evaluation = await self._evaluate(self._measures.read(end_s, self._view.split.epoch))
+        evaluation = await self._evaluate(end_s)
         missing = self._measures.missing()
         self._metrics.evaluated(evaluation, missing)
 

@@ -57,14 +57,15 @@ class PlannerSettings(ServiceSettings):
     gate: Gate = Field(
         _CORE.gate,
         description="the test a gain has to pass: paper, its mean is above twice its standard error; default, the "
-        "error is widened where slices resemble their neighbours, and the gain is above --gain-floor",
+        "error is widened where slices resemble their neighbours, and the gain is above --gain-floor; where one window "
+        "is not sure, earlier ones count too (--evidence-windows)",
     )
     evidence_windows: int = Field(
         _CORE.evidence_windows,
         ge=1,
-        le=100,
-        description="windows under one split that count together where the last one alone is not sure; 1: none do; the "
-        "paper's gate never counts more than one",
+        le=24,
+        description="windows under one split, the last included, that may count together where the last alone is not "
+        "sure; 1: the last alone, as the paper's gate has it",
     )
     gain_floor: float = Field(
         _CORE.gain_floor, ge=0, le=10, description="gain below which no switch is worth it, 0.01 being 1 %"

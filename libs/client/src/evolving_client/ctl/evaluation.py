@@ -67,7 +67,7 @@ def _candidate_row(candidate: planner_pb2.Candidate) -> list[str]:
 
 
 def print_slices(evaluation: planner_pb2.Evaluation) -> None:
-    """One row a slice, oldest first; work is a mean over requests."""
+    """One row a slice of the window, oldest first; work is a mean over requests. Earlier ones are in --json."""
     if not evaluation.slices:
         output.print_line("no slice has been measured yet")
         return
@@ -75,7 +75,7 @@ def print_slices(evaluation: planner_pb2.Evaluation) -> None:
     if evaluation.counted_earlier_slices:
         counted += f", and {evaluation.counted_earlier_slices} before them, under the same split"
     elif evaluation.earlier_slices:
-        counted += f"; with the {len(evaluation.earlier_slices)} before them nothing is surer"
+        counted += f"; with the {len(evaluation.earlier_slices)} before them no split passes either"
     output.print_line(counted)
     output.print_table(
         ["from", "to", ">completed", ">no prefill", ">open", ">new tokens", ">cached", ">restored",
@@ -113,11 +113,12 @@ def print_gate(gate: planner_pb2.Gate) -> None:
     """What a gain has to pass, in a line; nothing where nobody said."""
     if not gate.name:
         return
+    several = gate.name == "default" and gate.evidence_windows > 1
     output.print_line(
         f"gate: {gate.name} · window {output.duration(gate.window_s)} in {gate.slices} slices, at least "
         f"{gate.slices_valid_least} of them with {gate.slice_completions_least} completions · gain above "
-        f"{_percent(gate.gain_floor)} · cooldown {output.duration(gate.cooldown_s)} · up to "
-        f"{gate.evidence_windows} windows under one split count together"
+        f"{_percent(gate.gain_floor)} · cooldown {output.duration(gate.cooldown_s)}"
+        + (f" · up to {gate.evidence_windows} windows under one split count together" if several else "")
     )
 
 

@@ -42,8 +42,8 @@ class Gate(enum.StrEnum):
     """How sure the planner must be of a gain before it switches."""
 
     PAPER = "paper"  # mean gain above twice its standard error (§4.3)
-    # The error widened where slices resemble their neighbours, a floor under the gain; and where the last window is not
-    # sure, earlier ones under the same split count too.
+    # PAPER's, the error widened where slices resemble their neighbours, with a floor under the gain; where the last
+    # window is not sure, earlier ones under the same split count too.
     DEFAULT = "default"
 
 
@@ -61,7 +61,8 @@ class PlannerConfig:
     slices_valid_least: int = 8
     # The test a gain has to pass.
     gate: Gate = Gate.DEFAULT
-    # Windows under one split that count together where the last one alone is not sure; 1: none do. Default gate only.
+    # Windows under one split, the last included, that may count together where the last alone is not sure; 1: the last
+    # alone. Default gate only.
     evidence_windows: int = 6
     # Gain below which a switch isn't worth it, share of Θ; the paper's gate has none.
     gain_floor: float = 0.01

@@ -1,4 +1,4 @@
-"""What earlier windows measured under the present split, for where the last one alone is not sure; all of it pure."""
+"""Slices of earlier windows under the present split, for decisions that the last window alone can't make; all pure."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ _ROUNDING_S = 1e-6  # where one window ends and the next begins may differ by th
 
 @dataclass(slots=True)
 class Evidence:
-    """Slices of the windows that were decided by, since the split last changed; the newest `evidence_windows`."""
+    """Slices of past windows, without overlap: `evidence_windows` windows' worth with the last one, at most."""
 
     config: PlannerConfig
-    _epoch: int = field(init=False, default=0)  # of the split they were measured under
-    _slices: tuple[Slice, ...] = field(init=False, default=())  # oldest first, none overlaps another
+    _slices: tuple[Slice, ...] = field(init=False, default=())  # oldest first
 
-    def before(self, window: Sequence[Slice], epoch: int) -> tuple[Slice, ...]:
-        """The slices kept that ended before the window began, if the split is still that of `epoch`."""
-        if epoch != self._epoch or not window:
-            return ()
+    def before(self, window: Sequence[Slice], since_s: float) -> tuple[Slice, ...]:
+        """The slices that may count with a window: the newest that ended before it began, and began since the split was
+        written at `since_s`, by the clock that slices go by."""
         begins_s = window[0].started_s + _ROUNDING_S
         most = (self.config.evidence_windows - 1) * self.config.slices
-        ended = [kept for kept in self._slices if kept.ended_s <= begins_s]
-        return tuple(ended[max(0, len(ended) - most) :])
+        found = [kept for kept in self._slices if kept.started_s >= since_s and kept.ended_s <= begins_s]
+        return tuple(found[max(0, len(found) - most) :])
 
-    def keep(self, window: Sequence[Slice], epoch: int) -> None:
-        """A window was decided by, under the split of `epoch`. Windows come in order; one may overlap the last."""
-        self._slices = (*self.before(window, epoch), *window)
-        self._epoch = epoch
+    def add(self, window: Sequence[Slice], since_s: float) -> tuple[Slice, ...]:
+        """Keep a window, for those after it; `before` it. Of slices that overlap the newer ones are kept."""
+        earlier = self.before(window, since_s)
+        self._slices = (*earlier, *window)
+        return earlier

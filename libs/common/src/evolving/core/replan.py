@@ -48,7 +48,7 @@ class Evaluation:
     counted: int  # slices of the window that say something
     candidates: tuple[Candidate, ...]  # by prefill nodes, the present split among them; empty: nothing could be said
     earlier: tuple[Slice, ...] = ()  # under the same split, looked at because the window alone is not sure
-    counted_earlier: int = 0  # of these, the ones that the candidates' figures count; 0: the window alone is told of
+    counted_earlier: int = 0  # of these, the ones that the candidates' figures include; 0: they are the window's alone
     problem: str = ""  # why the split has to stay, whatever the candidates; empty: nothing speaks against a switch
 
     @property
@@ -105,7 +105,8 @@ def evaluate(
 
     `earlier` are slices before those of the window, measured under the same split (core/evidence.py). Work varies so
     much from request to request that a window can't tell a gain of a few percent from noise. Where no candidate passes
-    by the window alone, the default gate counts them too.
+    by the window alone, the default gate counts them too; if one passes then, the figures are of both, else of the
+    window alone.
     """
     planned = {node: role for node, role in roles.items() if role in (Role.PREFILL, Role.DECODE)}
     used = _used(slices, config)
@@ -113,13 +114,14 @@ def evaluate(
     can_compare = (
         len(used) >= 2 and set(planned.values()) == {Role.PREFILL, Role.DECODE} and set(planned) <= set(models)
     )
-    candidates = _compare((), used, planned, models, config) if can_compare else ()
+    candidates = _compare(used, planned, models, config) if can_compare else ()
     sure = any(candidate.passes for candidate in candidates)
-    if problem or sure or config.gate is not Gate.DEFAULT:
-        earlier = ()
-    used_earlier, counted_earlier = _used(earlier, config), 0
+    looks_back = config.gate is Gate.DEFAULT and not problem and not sure
+    earlier = tuple(earlier) if looks_back else ()
+    used_earlier = _used(earlier, config)
+    counted_earlier = 0
     if used_earlier:
-        by_all = _compare(used_earlier, used, planned, models, config)
+        by_all = _compare(used, planned, models, config, used_earlier)
         if any(candidate.passes for candidate in by_all):
             candidates, counted_earlier = by_all, len(used_earlier)
     return Evaluation(
@@ -129,7 +131,7 @@ def evaluate(
         config=config,
         counted=len(used),
         candidates=candidates,
-        earlier=tuple(earlier),
+        earlier=earlier,
         counted_earlier=counted_earlier,
         problem=problem,
     )
@@ -191,11 +193,11 @@ def _used(slices: Sequence[Slice], config: PlannerConfig) -> list[tuple[MeanWork
 
 
 def _compare(
-    earlier: Sequence[tuple[MeanWork, float]],
     window: Sequence[tuple[MeanWork, float]],
     planned: Mapping[str, Role],
     models: Mapping[str, NodeModel],
     config: PlannerConfig,
+    earlier: Sequence[tuple[MeanWork, float]] = (),
 ) -> tuple[Candidate, ...]:
     used = [*earlier, *window]
     kinds = Kinds(models[node] for node in planned)
@@ -211,7 +213,7 @@ def _compare(
     enough = len(window) >= config.slices_valid_least
 
     def candidate(column: int, placement: Placement) -> Candidate:
-        verdict = judge(gains[:, column].tolist(), config, earlier=len(earlier))
+        verdict = judge(gains[:, column].tolist(), config, earlier_count=len(earlier))
         return Candidate(
             shape=placement.shape,
             moves=placement.moves,

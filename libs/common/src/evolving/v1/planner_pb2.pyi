@@ -565,14 +565,14 @@ class Evaluation(_message.Message):
     problem: _builtins.str
     """Why the split stays, whatever the candidates; empty: nothing speaks against a switch."""
     counted_earlier_slices: _builtins.int
-    """Of these, the ones that the candidates' figures count beside the window's; 0: they are the window's alone."""
+    """Of these, the ones that the candidates' figures include; 0: they are the window's alone."""
     @_builtins.property
     def roles(self) -> _containers.ScalarMap[_builtins.str, _common_pb2.Role.ValueType]:
         """Roles in effect."""
 
     @_builtins.property
     def slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slice]:
-        """Oldest first."""
+        """Of the window, oldest first."""
 
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
@@ -616,7 +616,7 @@ Global___Evaluation: _TypeAlias = Evaluation  # noqa: Y015
 
 @_typing.final
 class Slice(_message.Message):
-    """One slice of the window a decision looks back on."""
+    """One slice of measurements."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -627,7 +627,7 @@ class Slice(_message.Message):
     OPEN_REQUESTS_FIELD_NUMBER: _builtins.int
     WORK_FIELD_NUMBER: _builtins.int
     from_age_s: _builtins.float
-    """Seconds before the window's end."""
+    """Seconds before the end of the window that is decided by."""
     to_age_s: _builtins.float
     completions: _builtins.int
     """Requests whose decode work is known, and of these the ones whose prefill work is not."""
@@ -784,7 +784,7 @@ class Gate(_message.Message):
     gain_floor: _builtins.float
     cooldown_s: _builtins.float
     evidence_windows: _builtins.int
-    """Windows under one split that may count together."""
+    """Windows under one split, the last included, that may count together; the paper's gate counts the last alone."""
     def __init__(
         self,
         *,

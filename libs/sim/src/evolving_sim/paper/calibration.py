@@ -32,7 +32,7 @@ from evolving_sim.paper.plays import Play
 from evolving_sim.paper.runs import SGLANG, TO_85, shortened
 
 PROCESSES = 2
-_START = Fitted(glm_prefill=1.0, kimi_prefill=1.0, host_copies=4.0, gateway_s=0.5)
+_START = Fitted(glm_prefill=1.1, kimi_prefill=1.0, host_copies=3.6, gateway_s=0.5)
 _STEP = 0.1  # of each unknown, relative: runs with smaller ones differ by chance alone
 _LEAST = 0.1  # of what they start at
 _EVALUATIONS_MOST = 4  # beside those of slopes
