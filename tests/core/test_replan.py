@@ -373,6 +373,21 @@ def test_windows_before_the_work_changed_move_nothing(uncached: float) -> None:
         assert evaluation.counted_earlier == 0
 
 
+def test_two_splits_do_not_take_turns_where_each_seems_better_from_the_other() -> None:
+    """Slices that ask for prefill and for decode in turns: of three nodes, 1P2D serves one kind faster, 2P1D the other.
+    Means of ratios are above 1 both ways, and over six windows surely so."""
+    nodes, models = ["a", "b", "c"], dict.fromkeys("abc", node_model())
+    works = [mean_work(uncached=2000, iterations=300), mean_work(uncached=300, iterations=400)]
+    window = tuple(a_slice(works[at % 2], 40.0) for at in range(10))
+    gains = []
+    for prefills in ((P, D, D), (P, P, D)):
+        split = Split(3, dict(zip(nodes, prefills, strict=True)))
+        evaluation = evaluated(split, window, models, live=nodes, earlier=window * 5)
+        assert evaluation.best is None
+        gains += [candidate.mean_gain for candidate in evaluation.candidates if candidate.moves]
+    assert min(gains) > 0.05
+
+
 def test_the_paper_s_gate_looks_at_one_window() -> None:
     """§4.3."""
     split, config = split_of("4P5D"), PlannerConfig(gate=Gate.PAPER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -110,6 +111,25 @@ def test_a_decision_of_many_nodes_fits_into_a_value_of_etcd() -> None:
     value = encode_decision(made, Missing())
     assert len(value) < 1_000_000
     assert decode_decision(value)[0] == made
+
+
+def test_earlier_slices_that_are_too_much_for_etcd_are_left_out_before_the_rest_is() -> None:
+    roles = {"a": P, "b": D}
+    slices = [a_slice(mean_work(iterations=300 + 7 * i), 20.0, started_s=60.0 * i) for i in range(10)]
+    evaluation = evaluate(slices, roles, dict.fromkeys(roles, node_model()), PlannerConfig(), slices * 400)
+    assert len(evaluation.earlier) == 4000
+    read, _ = decode_decision(encode_decision(replace(decision(4), evaluation=evaluation), None))
+    assert read.evaluation == replace(evaluation, earlier=())
+
+
+def test_a_record_from_before_earlier_windows_were_looked_at_is_read() -> None:
+    """It may hold an operator's hold."""
+    roles = {"a": P, "b": D}
+    made = measured(dict.fromkeys(roles, node_model()), roles, PlannerConfig())
+    document = json.loads(encode_decision(made, None))
+    del document["evaluation"]["earlier"], document["evaluation"]["counted_earlier"]
+    document["evaluation"]["config"].pop("evidence_windows")
+    assert decode_decision(json.dumps(document).encode())[0] == made
 
 
 def test_an_evaluation_too_large_for_etcd_is_left_out_and_the_decision_kept() -> None:

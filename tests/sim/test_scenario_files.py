@@ -44,6 +44,8 @@ def test_a_file_says_all_of_a_run() -> None:
     assert scenario.machine.kv_bytes_per_token == GLM_5_2.kv_bytes_per_token, "left out: the default"
     (period,) = scenario.workload.periods
     assert {kind.name: count for kind, count in period.agents.items()} == {"worker": 12, "reader": 3}
+    assert scenario.gateway_s == 0.0
+    assert scenario_of(parse(changed(read(TINY), {"gateway_s": 0.2}), TINY.parent)).gateway_s == 0.2
 
 
 def test_what_is_read_is_told_whole_and_reads_as_the_same() -> None:

@@ -51,10 +51,10 @@ class EvaluationRecord:
     slices: tuple[Slice, ...]
     config: PlannerConfig
     counted: int
-    earlier: tuple[Slice, ...]
-    counted_earlier: int
     candidates: tuple[CandidateRecord, ...]
     problem: str
+    earlier: tuple[Slice, ...] = ()
+    counted_earlier: int = 0
 
     def __post_init__(self) -> None:
         """Raise ValueError for a place that is none."""

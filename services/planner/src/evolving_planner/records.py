@@ -55,7 +55,9 @@ def decode_split(value: bytes) -> Split:
 
 
 def encode_decision(decision: Decision, missing: Missing | None) -> bytes:
-    """The record under a decision's key, JSON. An evaluation larger than etcd takes in a value is left out."""
+    """The record under a decision's key, JSON. What is larger than etcd takes in a value is left out: earlier slices,
+    where that is not enough the evaluation."""
+    evaluation = to_record(decision.evaluation) if decision.evaluation is not None else None
     record = _DecisionRecord(
         decided_at_s=decision.decided_at_s,
         kind=decision.kind.value,
@@ -68,10 +70,12 @@ def encode_decision(decision: Decision, missing: Missing | None) -> bytes:
         prefill_share=decision.prefill_share,
         hold=decision.hold,
         mode=decision.mode,
-        evaluation=to_record(decision.evaluation) if decision.evaluation is not None else None,
+        evaluation=evaluation,
         missing=missing,
     )
     value = _DECISION.dump_json(record)
+    if len(value) > _LARGEST_BYTES and evaluation is not None:
+        value = _DECISION.dump_json(replace(record, evaluation=replace(evaluation, earlier=())))
     return value if len(value) <= _LARGEST_BYTES else _DECISION.dump_json(replace(record, evaluation=None))
 
 

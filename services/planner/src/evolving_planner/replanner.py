@@ -86,21 +86,26 @@ class Replanner:
 
     async def what_if(self) -> Evaluation:
         """What every split would serve, by what was measured up to now. Changes nothing."""
-        return await self._evaluate(self._clock.now_s() - self._lag_s, peek=True)
+        return await self._evaluate(self._clock.now_s() - self._lag_s, None)
 
-    async def _evaluate(self, end_s: float, *, peek: bool = False) -> Evaluation:
+    async def _evaluate(self, end_s: float, term: Term | None) -> Evaluation:
+        """By the window up to then, for a decision in a term of office or (None) to look at. Raises NotLeader."""
         async with self._lock:
-            split = self._view.split
-            written_s = self._clock.now_s() - (self._clock.wall_s() - split.written_at_s)  # by the monotonic clock
-            measured = self._measures.read(end_s, written_s, peek=peek)
-            roles = effective_roles(split, self._view.nodes)
+            if term is not None and self._office.term != term:
+                raise NotLeader("the term of office is over")
+            measured = self._measures.read(end_s, self._view.split_since_s, peek=term is None)
+            roles = effective_roles(self._view.split, self._view.nodes)
             models = self._learning.models.in_force(self._view.nodes)
             # Many unlike nodes take a second and more; proposals and reports are served meanwhile.
             return await in_thread(lambda: evaluate(measured.slices, roles, models, self._config, measured.earlier))
 
     async def _decide(self, term: Term, end_s: float) -> float:
         """One round; the monotonic time at which it is worth repeating before the next window's end."""
-        evaluation = await self._evaluate(end_s)
+        try:
+            evaluation = await self._evaluate(end_s, term)
+        except NotLeader as error:
+            _log.info("office_lost", error=str(error))
+            return math.inf
         missing = self._measures.missing()
         self._metrics.evaluated(evaluation, missing)
 

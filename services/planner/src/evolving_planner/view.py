@@ -37,6 +37,7 @@ class View:
         self._clock = clock
         self._split = Split()
         self.split_revision = 0  # 0: there is none
+        self.split_since_s = 0.0  # since when it has been this one, by the planner's monotonic clock
         self.history = History()
         self.model = b""  # the record of fitted models; empty: there is none
         self.model_revision = 0
@@ -87,6 +88,7 @@ class View:
         if found.key == self._keys.split and found.mod_revision > self.split_revision:
             split = self._read(decode_split, found)
             if split is not None:
+                self.split_since_s = self._clock.now_s() if split.epoch != self._split.epoch else self.split_since_s
                 self._split = split
             self.split_revision = found.mod_revision
         elif found.key == self._keys.model and found.mod_revision > self.model_revision:

@@ -6,8 +6,9 @@ that a decision can be read and computed again later. `decide_by_throughput` mak
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -48,7 +49,8 @@ class Evaluation:
     counted: int  # slices of the window that say something
     candidates: tuple[Candidate, ...]  # by prefill nodes, the present split among them; empty: nothing could be said
     earlier: tuple[Slice, ...] = ()  # under the same split, looked at because the window alone is not sure
-    counted_earlier: int = 0  # of these, the ones that the candidates' figures include; 0: they are the window's alone
+    # Of these, the ones that figures of the present split and of those that gain include; 0: they are the window's.
+    counted_earlier: int = 0
     problem: str = ""  # why the split has to stay, whatever the candidates; empty: nothing speaks against a switch
 
     @property
@@ -105,8 +107,8 @@ def evaluate(
 
     `earlier` are slices before those of the window, measured under the same split (core/evidence.py). Work varies so
     much from request to request that a window can't tell a gain of a few percent from noise. Where no candidate passes
-    by the window alone, the default gate counts them too; if one passes then, the figures are of both, else of the
-    window alone.
+    by the window alone, the default gate counts them too, for those that gain by it. If one passes then, their figures
+    are of both, else all are of the window alone.
     """
     planned = {node: role for node, role in roles.items() if role in (Role.PREFILL, Role.DECODE)}
     used = _used(slices, config)
@@ -114,14 +116,15 @@ def evaluate(
     can_compare = (
         len(used) >= 2 and set(planned.values()) == {Role.PREFILL, Role.DECODE} and set(planned) <= set(models)
     )
-    candidates = _compare(used, planned, models, config) if can_compare else ()
+    comparison = _Comparison.of(used, planned, models, config) if can_compare else None
+    candidates = comparison.candidates() if comparison is not None else ()
     sure = any(candidate.passes for candidate in candidates)
     looks_back = config.gate is Gate.DEFAULT and not problem and not sure
     earlier = tuple(earlier) if looks_back else ()
     used_earlier = _used(earlier, config)
     counted_earlier = 0
-    if used_earlier:
-        by_all = _compare(used, planned, models, config, used_earlier)
+    if comparison is not None and used_earlier:
+        by_all = comparison.looking_back(candidates, used_earlier)
         if any(candidate.passes for candidate in by_all):
             candidates, counted_earlier = by_all, len(used_earlier)
     return Evaluation(
@@ -192,40 +195,77 @@ def _used(slices: Sequence[Slice], config: PlannerConfig) -> list[tuple[MeanWork
     return [(s.work, s.open_requests) for s in slices if s.work is not None and says_something(s, config)]
 
 
-def _compare(
-    window: Sequence[tuple[MeanWork, float]],
-    planned: Mapping[str, Role],
-    models: Mapping[str, NodeModel],
-    config: PlannerConfig,
-    earlier: Sequence[tuple[MeanWork, float]] = (),
-) -> tuple[Candidate, ...]:
-    used = [*earlier, *window]
-    kinds = Kinds(models[node] for node in planned)
-    placements = fewest_moves(kinds, planned, models, *_mean(used))
-    prefill_rows = np.array([placement.prefill for placement in placements])
-    decode_rows = np.array([placement.decode for placement in placements])
-    # Shapes: (slices, candidates), requests/s.
-    prefill = np.array([kinds.prefill_rates(prefill_rows, work) for work, _ in used])
-    decode = np.array([kinds.decode_rates(decode_rows, work, open_requests) for work, open_requests in used])
-    total = np.minimum(prefill, decode)
-    present = next(i for i, placement in enumerate(placements) if not placement.moves)
-    gains = total / total[:, [present]] - 1.0
-    enough = len(window) >= config.slices_valid_least
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    """All splits of some nodes, placed for the work of a window."""
 
-    def candidate(column: int, placement: Placement) -> Candidate:
-        verdict = judge(gains[:, column].tolist(), config, earlier_count=len(earlier))
-        return Candidate(
-            shape=placement.shape,
-            moves=placement.moves,
-            prefill=float(prefill[:, column].mean()),
-            decode=float(decode[:, column].mean()),
-            throughput=float(total[:, column].mean()),
-            mean_gain=verdict.mean_gain,
-            error=verdict.error,
-            passes=verdict.passes and enough,
+    window: Sequence[tuple[MeanWork, float]]
+    kinds: Kinds
+    placements: Sequence[Placement]
+    config: PlannerConfig
+
+    @classmethod
+    def of(
+        cls,
+        window: Sequence[tuple[MeanWork, float]],
+        planned: Mapping[str, Role],
+        models: Mapping[str, NodeModel],
+        config: PlannerConfig,
+    ) -> _Comparison:
+        kinds = Kinds(models[node] for node in planned)
+        return cls(window, kinds, fewest_moves(kinds, planned, models, *_mean(window)), config)
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """By the window alone."""
+        return self._judged(self.placements, ())
+
+    def looking_back(
+        self, candidates: Sequence[Candidate], earlier: Sequence[tuple[MeanWork, float]]
+    ) -> tuple[Candidate, ...]:
+        """By earlier slices too; candidates that the window speaks against stay as they are.
+
+        Each slice's gain is a ratio, and the means of A/B − 1 and of B/A − 1 can both lie above 0: over many slices
+        surely so. Two splits would take turns. So the mean Θ has to gain more than the floor as well, which it can't
+        both ways.
+        """
+        with_hope = [not candidate.moves or candidate.mean_gain > 0 for candidate in candidates]
+        judged = self._judged(list(itertools.compress(self.placements, with_hope)), earlier)
+        present = next(candidate for candidate in judged if not candidate.moves)
+        least = (1.0 + self.config.gain_floor) * present.throughput
+        looked_at = iter(
+            replace(candidate, passes=candidate.passes and candidate.throughput > least) for candidate in judged
         )
+        return tuple(next(looked_at) if hope else old for old, hope in zip(candidates, with_hope, strict=True))
 
-    return tuple(candidate(column, placement) for column, placement in enumerate(placements))
+    def _judged(
+        self, placements: Sequence[Placement], earlier: Sequence[tuple[MeanWork, float]]
+    ) -> tuple[Candidate, ...]:
+        """Placements, the present split's among them, by earlier slices and the window's."""
+        used = [*earlier, *self.window]
+        prefill_rows = np.array([placement.prefill for placement in placements])
+        decode_rows = np.array([placement.decode for placement in placements])
+        # Shapes: (slices, candidates), requests/s.
+        prefill = np.array([self.kinds.prefill_rates(prefill_rows, work) for work, _ in used])
+        decode = np.array([self.kinds.decode_rates(decode_rows, work, open_requests) for work, open_requests in used])
+        total = np.minimum(prefill, decode)
+        present = next(i for i, placement in enumerate(placements) if not placement.moves)
+        gains = total / total[:, [present]] - 1.0
+        enough = len(self.window) >= self.config.slices_valid_least
+
+        def candidate(column: int, placement: Placement) -> Candidate:
+            verdict = judge(gains[:, column].tolist(), self.config, earlier_count=len(earlier))
+            return Candidate(
+                shape=placement.shape,
+                moves=placement.moves,
+                prefill=float(prefill[:, column].mean()),
+                decode=float(decode[:, column].mean()),
+                throughput=float(total[:, column].mean()),
+                mean_gain=verdict.mean_gain,
+                error=verdict.error,
+                passes=verdict.passes and enough,
+            )
+
+        return tuple(candidate(column, placement) for column, placement in enumerate(placements))
 
 
 def _mean(used: Sequence[tuple[MeanWork, float]]) -> tuple[MeanWork, float]:

@@ -26,6 +26,7 @@ def scenario_of(file: ScenarioFile) -> Scenario:
         arm=_arm(file),
         seed=file.seed,
         faults=_faults(file),
+        gateway_s=file.gateway_s,
     )
 
 

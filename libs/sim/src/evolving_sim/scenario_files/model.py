@@ -176,6 +176,7 @@ class ScenarioFile(Section):
     window_s: Span = 600.0  # results also have each stretch of so long
     shape: Shape
     arm: str = "ours"
+    gateway_s: Seconds = 0.0  # from a request's being sent until it is routed
     machine: Annotated[NodeConfig, WrapValidator(_machine)]
     planner: PlannerConfig = PlannerConfig()  # where the arm is ours
     dynamo: DynamoTable = DynamoTable()
