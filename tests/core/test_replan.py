@@ -378,7 +378,7 @@ def test_two_splits_do_not_take_turns_where_each_seems_better_from_the_other() -
     Means of ratios are above 1 both ways, and over six windows surely so."""
     nodes, models = ["a", "b", "c"], dict.fromkeys("abc", node_model())
     works = [mean_work(uncached=2000, iterations=300), mean_work(uncached=300, iterations=400)]
-    window = tuple(a_slice(works[at % 2], 40.0) for at in range(10))
+    window = tuple(a_slice(works[at % 2], 90.0) for at in range(10))
     gains = []
     for prefills in ((P, D, D), (P, P, D)):
         split = Split(3, dict(zip(nodes, prefills, strict=True)))
