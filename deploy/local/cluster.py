@@ -50,7 +50,7 @@ class ClusterSpec:
     gateways: int = 1
     planners: int = 1
     gateway_port: int = 7000
-    initial_split: str = "2P1D"
+    initial_split: str = ""  # empty: 2P1D, of fewer nodes the planner's own
     node_flags: tuple[str, ...] = ()  # more flags for every node agent
     gateway_flags: tuple[str, ...] = ()  # more flags for every gateway
     planner_flags: tuple[str, ...] = ()  # more flags for every planner
@@ -186,7 +186,8 @@ class LocalCluster:
         """Start directory, planners and gateways."""
         self.start_service("directory", "directory", 0, "--data-dir", str(self.spec.state_dir / "directory"))
         for index in range(self.spec.planners):
-            flags = ("--initial-split", self.spec.initial_split, *self.spec.planner_flags)
+            split = self.spec.initial_split or ("2P1D" if self.spec.nodes >= 3 else "")
+            flags = ("--initial-split", split, *self.spec.planner_flags)
             self.start_service(_numbered("planner", index), "planner", 0, *flags)
         has_tokenizer = (self.spec.model_path / "tokenizer.json").exists()
         tokenizer = ["--tokenizer-path", str(self.spec.model_path)] if has_tokenizer else []

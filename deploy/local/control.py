@@ -44,6 +44,8 @@ The cluster is up. Try:
   {BIN}/evolvectl status
   {BIN}/evolvectl generate "The capital of France is"
   {BIN}/evolvectl split set node-b=decode --reason "trying it"
+  {BIN}/evolvectl plan release          what was set holds until then; after it measurements decide again
+  {BIN}/evolvectl plan show             by what they did: a window takes ten minutes
 or from Python ({BIN}/python -m asyncio):
   from evolving_client import Client
   async with Client("{cluster.gateway_address}") as client:

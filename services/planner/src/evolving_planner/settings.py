@@ -65,7 +65,7 @@ class PlannerSettings(ServiceSettings):
         ge=1,
         le=24,
         description="windows under one split, the last included, that may count together where the last alone is not "
-        "sure; 1: the last alone, as the paper's gate has it",
+        "sure, at most 24; fewer have to be surer; 1: the last alone, which is all that the paper's gate counts",
     )
     gain_floor: float = Field(
         _CORE.gain_floor, ge=0, le=10, description="gain below which no switch is worth it, 0.01 being 1 %"

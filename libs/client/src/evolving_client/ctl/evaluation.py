@@ -76,7 +76,7 @@ def print_slices(evaluation: planner_pb2.Evaluation) -> None:
         counted += f", and {evaluation.counted_earlier_slices} before them, under the same split"
     elif evaluation.earlier_slices:
         counted += f"; with the {len(evaluation.earlier_slices)} before them no split passes either"
-    output.print_line(counted)
+    output.print_line(f"{counted}; ages are at the window's end")
     output.print_table(
         ["from", "to", ">completed", ">no prefill", ">open", ">new tokens", ">cached", ">restored",
          ">query-key pairs", ">iterations", ">context"],
@@ -154,8 +154,9 @@ def print_not_fitted(models: Sequence[planner_pb2.NodeModel]) -> None:
 def _fit_cells(model: planner_pb2.NodeModel, fit: planner_pb2.PhaseFit, now_s: float) -> list[str]:
     lately = f"{_percent(fit.recent_error)} on {fit.recent_rows}" if fit.recent_rows else "-"
     if not fit.rows:
-        return ["config", "-", "-", "-", "-", lately, "-"]
-    unknown = [*fit.unidentified, *(f"{name} (did not pay)" for name in fit.dropped)]
+        return ["config" if model.source else "-", "-", "-", "-", "-", lately, "-"]
+    unseen = [name for name in fit.unidentified if name not in fit.dropped]
+    unknown = [*unseen, *(f"{name} (did not pay)" for name in fit.dropped)]
     return [
         "fit" if fit.node_id in ("", model.node_id) else f"fit of {fit.node_id}",
         output.duration(max(0.0, now_s - fit.fitted_at_s)),
