@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import tempfile
 import time
@@ -81,6 +82,8 @@ def partitions(trace: Path) -> dict[str, Any]:
         run = Run(replace(scenario, seed=seed))
         run.until(PARTITION_S)
         tables.append(run.results.table())
+        del run
+        gc.collect()  # its parts know each other
     return _figures(tables, PARTITION_S, time.perf_counter() - begun_s)
 
 

@@ -156,8 +156,11 @@ class SimNode:
 
     @property
     def held_tokens(self) -> int:
-        """KV in device memory, of running requests and kept of earlier ones, without room for what is to come."""
-        return self.kv.pool.blocks(Tier.L1) * self.config.block_tokens
+        """KV in device memory, of running requests and kept of earlier ones, and the room reserved for prompts that are
+        to come; without that for what will be generated."""
+        size = self.config.block_tokens
+        reserved = sum(leg.prefill.context_tokens - leg.kv.blocks * size for leg in self._answers.granted)
+        return self.kv.pool.blocks(Tier.L1) * size + reserved
 
     @property
     def memory_tokens(self) -> int:

@@ -21,10 +21,9 @@ REMARKS: Mapping[tuple[str, str], str] = {
     ),
     ("Table 3", ""): (
         "Ours is within a tenth of the paper's, but for 126 coding agents and Putnam, where it is up to a fifth "
-        "faster. Dynamo is near the paper's with 90 coding agents alone. Its planner goes on to one or two prefill "
-        "nodes for Putnam, whose host memory is then too small, where the paper's made two or three switches. With "
-        "more coding agents and with computer use it leaves more nodes to prefill than the paper's: room that is "
-        "reserved on decode nodes is not in the utilisation that it sees here, and likely was there."
+        "faster. Dynamo is near the paper's with computer use and 108 coding agents. It collapses where its planner "
+        "leaves nodes to prefill whose host memory is too small for what all agents need: with 90 coding agents it is "
+        "on 2P7D after 36 minutes, and for Putnam it goes on to 1P8D, where the paper's made two or three switches."
     ),
     ("Table 5", ""): (
         "SGLang's best split of OSWorld is 8P1D here and 6P3D in the paper, although 6P3D serves what it was "
