@@ -2,8 +2,7 @@
 
 A *run* is consecutive blocks of a context, no branching inside, about which everything is equal: tiers, users, need,
 last use. Names are chained, so a name says its whole prefix: finding how far a context is held is a bisection over one
-dictionary, and whatever concerns a prefix costs a step a run. The dictionary leads from a name to its *cell*, a few
-consecutive blocks of one run: where runs are cut and joined, cells change hands and not names.
+dictionary, and whatever concerns a prefix costs a step a run.
 """
 
 from __future__ import annotations
@@ -31,17 +30,6 @@ class Leaving(enum.IntEnum):
     BOTH = 2
 
 
-_CELL_BLOCKS = 32  # of a cell at most
-
-
-@dataclass(slots=True, eq=False)
-class Cell:
-    """Consecutive blocks of a run."""
-
-    run: Run
-    size: int
-
-
 @dataclass(slots=True, eq=False)
 class Run:
     """Consecutive blocks. `names` root-most first, never empty while the run lives."""
@@ -56,7 +44,6 @@ class Run:
     effective: int = 0  # the largest need of the run and what is below it (§4.4)
     accessed: int = 0  # the operation that used it last
     leaving: Leaving = Leaving.NOTHING
-    cells: list[Cell] = field(default_factory=list)  # that its names are in, in order
     children: dict[Run, None] = field(default_factory=dict)
     below: list[int] = field(default_factory=lambda: [0, 0, 0])  # children in a tier, by Tier
 
@@ -97,7 +84,7 @@ class RunTree:
 
     def __init__(self, on_change: Callable[[Run], None]) -> None:
         self.runs: dict[Run, None] = {}
-        self._where: dict[bytes, Cell] = {}
+        self._where: dict[bytes, Run] = {}
         self._on_change = on_change
         self._serial = 0
 
@@ -108,16 +95,15 @@ class RunTree:
 
     def get(self, name: bytes) -> Run | None:
         """The run of a block."""
-        cell = self._where.get(name)
-        return cell.run if cell is not None else None
+        return self._where.get(name)
 
     def depth(self, names: Sequence[bytes], blocks: int, tier: Tier | None = None, known: int = 0) -> int:
         """How many of the first `blocks` blocks lie in `tier` (None: in either); the first `known` surely do."""
         low, high = known, blocks + 1  # the first low blocks lie there, the first high ones don't
         probe = blocks
         while high - low > 1:
-            cell = self._where.get(names[probe - 1])
-            if cell is not None and (tier is None or cell.run.tiers & tier):
+            run = self._where.get(names[probe - 1])
+            if run is not None and (tier is None or run.tiers & tier):
                 low = probe
             else:
                 high = probe
@@ -128,7 +114,7 @@ class RunTree:
         """The run that ends with the `blocks`-th block, which is held; a longer one is cut. None for 0."""
         if blocks == 0:
             return None
-        run = self._where[names[blocks - 1]].run
+        run = self._where[names[blocks - 1]]
         return run if run.end == blocks else self.split(run, blocks - run.start)[0]
 
     def path(self, names: Sequence[bytes], first: int, last: int) -> list[Run]:
@@ -152,11 +138,6 @@ class RunTree:
     def add(self, parent: Run | None, names: Sequence[bytes]) -> Run:
         """New blocks below the end of `parent` (None: at the root), in no tier yet."""
         run = self._new(list(names), parent.end if parent is not None else 0, parent)
-        for first in range(0, run.size, _CELL_BLOCKS):
-            last = min(first + _CELL_BLOCKS, run.size)
-            cell = Cell(run, last - first)
-            run.cells.append(cell)
-            self._point(run.names, first, last, cell)
         if parent is not None:
             run.leaving = parent.leaving
             parent.children[run] = None
@@ -167,31 +148,26 @@ class RunTree:
         assert not run.children
         for name in run.names:
             del self._where[name]
-        run.names, run.cells = [], []
+        run.names = []
         del self.runs[run]
         if run.parent is not None:
             del run.parent.children[run]
 
     def split(self, run: Run, size: int) -> tuple[Run, Run]:
         """Cut a run after its first `size` blocks, 0 < size < run.size. The shorter part becomes a new run."""
-        cells = self._cut_cells(run, size)
         other = self._new(run.names[:size] if 2 * size <= run.size else run.names[size:], run.start, run.parent)
         other.tiers, other.locks, other.need = run.tiers, run.locks, run.need
         other.effective, other.accessed, other.leaving = run.effective, run.accessed, run.leaving
         if 2 * size <= run.size:
             head, tail = other, run
             del run.names[:size]
-            other.cells, run.cells = run.cells[:cells], run.cells[cells:]
             if head.parent is not None:
                 del head.parent.children[tail]
                 head.parent.children[head] = None
         else:
             head, tail = run, other
             del run.names[size:]
-            other.cells, run.cells = run.cells[cells:], run.cells[:cells]
             self._adopt(tail, head)
-        for cell in other.cells:
-            cell.run = other
         tail.start = head.start + size
         tail.parent = head
         head.children = {tail: None}
@@ -230,12 +206,13 @@ class RunTree:
         parent = run.parent
         if parent is None or len(parent.children) != 1 or not parent.agrees(run):
             return None
-        cells = self._joined_cells(parent, run)
         if run.size <= parent.size:
+            self._point(run.names, parent)
             parent.names += run.names
             self._adopt(parent, run)
             gone, stays = run, parent
         else:
+            self._point(parent.names, run)
             run.names = parent.names + run.names
             run.start = parent.start
             run.parent = parent.parent
@@ -243,46 +220,10 @@ class RunTree:
                 del parent.parent.children[parent]
                 parent.parent.children[run] = None
             gone, stays = parent, run
-        for cell in gone.cells:
-            cell.run = stays
-        gone.names, gone.cells, stays.cells = [], [], cells
+        gone.names = []
         del self.runs[gone]
         self._on_change(stays)
         return stays
-
-    def _cut_cells(self, run: Run, size: int) -> int:
-        """How many cells the first `size` blocks of a run are in; one that sticks out is cut."""
-        at, left = 0, size
-        while left > 0 and run.cells[at].size <= left:
-            left -= run.cells[at].size
-            at += 1
-        if left == 0:
-            return at
-        cell = run.cells[at]
-        begin, end = size - left, size - left + cell.size
-        if 2 * left <= cell.size:
-            other = Cell(run, left)
-            self._point(run.names, begin, size, other)
-            run.cells.insert(at, other)
-        else:
-            other = Cell(run, end - size)
-            self._point(run.names, size, end, other)
-            run.cells.insert(at + 1, other)
-        cell.size -= other.size
-        return at + 1
-
-    def _joined_cells(self, parent: Run, run: Run) -> list[Cell]:
-        """Cells of both; the two where they meet are one from then on, if that is not too large."""
-        last, first = parent.cells[-1], run.cells[0]
-        if last.size + first.size > _CELL_BLOCKS:
-            return parent.cells + run.cells
-        if first.size <= last.size:
-            self._point(run.names, 0, first.size, last)
-            last.size += first.size
-            return parent.cells + run.cells[1:]
-        self._point(parent.names, parent.size - last.size, parent.size, first)
-        first.size += last.size
-        return parent.cells[:-1] + run.cells
 
     def _adopt(self, run: Run, former: Run) -> None:
         run.children, run.below = former.children, former.below
@@ -293,12 +234,13 @@ class RunTree:
         self._serial += 1
         run = Run(names, start, parent, self._serial)
         self.runs[run] = None
+        self._point(names, run)
         return run
 
-    def _point(self, names: list[bytes], first: int, last: int, cell: Cell) -> None:
+    def _point(self, names: list[bytes], run: Run) -> None:
         where = self._where
-        for at in range(first, last):
-            where[names[at]] = cell
+        for name in names:
+            where[name] = run
 
     # -- invariants
 
@@ -309,9 +251,7 @@ class RunTree:
         for run in self.runs:
             assert run.names, "a dead run"
             assert run.tiers, "a run that lies nowhere"
-            cells = [cell for cell in run.cells for _ in range(cell.size)]
-            assert all(self._where[name] is cell for name, cell in zip(run.names, cells, strict=True))
-            assert all(cell.run is run and 0 < cell.size <= _CELL_BLOCKS for cell in run.cells)
+            assert all(self._where[name] is run for name in run.names)
             blocks += run.size
             if run.parent is None:
                 assert run.start == 0
