@@ -80,9 +80,9 @@ CODING = AgentKind(
 # Outputs: Table 5's (14.0 − 0.6) s on 2P7D are 540 iterations of the 24.8 ms that 17.6 requests per node take. The 95th
 # percentile of E2E, 72.6 s, is 5.4 times that mean, more than any log-normal has: one answer in ten is a long one.
 # Prompts of 32,000 tokens, assumed: Table 5's SGLang serves 224 agents from two prefill nodes and recomputes next to
-# nothing, and its nodes' host memory holds 5 million tokens each (arms/named.py), so all agents have less than ten
-# millions. Prompts grow by 1,490 tokens, so an agent makes 40 requests. What all agents begin with is less than three
-# tenths of a first prompt: see computer use, below.
+# nothing, and its nodes' host memory holds less than six million tokens each (machines.py), so all agents have less
+# than twelve millions. Prompts grow by 1,490 tokens, so an agent makes 40 requests. What all agents begin with is less
+# than three tenths of a first prompt: see computer use, below.
 MATH = AgentKind(
     name="math",
     system_tokens=500,

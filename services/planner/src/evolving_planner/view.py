@@ -88,7 +88,8 @@ class View:
         if found.key == self._keys.split and found.mod_revision > self.split_revision:
             split = self._read(decode_split, found)
             if split is not None:
-                self.split_since_s = self._clock.now_s() if split.epoch != self._split.epoch else self.split_since_s
+                if split.epoch != self._split.epoch:
+                    self.split_since_s = self._clock.now_s()
                 self._split = split
             self.split_revision = found.mod_revision
         elif found.key == self._keys.model and found.mod_revision > self.model_revision:
