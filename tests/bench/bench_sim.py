@@ -5,15 +5,14 @@ It runs compiled (libs/sim/compile.py); the same requests not compiled have to b
     make bench-sim TRACE=claude_code.jsonl.xz           a quarter of an hour and more
     make bench-sim TRACE=claude_code.jsonl.xz QUICK=1   two minutes, without the 3,072 GPUs
 
-Each case runs in a process of its own on one core, so that its time and its peak memory are its own. Writes
-build/bench-sim.json; exits with 1 when a bar is missed.
+Each case runs in a process of its own on one core, so that its time and its peak memory are its own; the 3,072 GPUs on
+two. Writes build/bench-sim.json; exits with 1 when a bar is missed.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -26,7 +25,15 @@ from typing import Annotated, Any
 import typer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from bench.sim_cases import agents_of_the_paper, not_compiled, partitions, recorded, recorded_by_dynamo
+from bench.sim_cases import (
+    PROCESSES,
+    agents_of_the_paper,
+    not_compiled,
+    partitions,
+    peak_memory_mib,
+    recorded,
+    recorded_by_dynamo,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = ROOT / "build" / "bench-sim.json"
@@ -76,12 +83,12 @@ def main(
 
 
 def measured(name: str, trace: Path) -> dict[str, Any]:
-    """A case in this process, on one of its cores."""
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    """A case in this process, on one core, or as many as the case has processes."""
+    cores = PROCESSES if CASES[name] is partitions else 1
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
     begun_s = time.perf_counter()
     found = CASES[name](trace)
-    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {**found, "whole_wall_s": time.perf_counter() - begun_s, "peak_memory_mib": peak_kib / 1024}
+    return {"peak_memory_mib": peak_memory_mib(), **found, "whole_wall_s": time.perf_counter() - begun_s}
 
 
 def apart(name: str, trace: Path) -> dict[str, Any]:
@@ -125,8 +132,9 @@ def bars(result: Mapping[str, Mapping[str, Any]]) -> Iterator[Bar]:
     )
     if "3,072 GPUs" in result:
         wall_s = result["3,072 GPUs"]["wall_s"]
-        yield Bar("3,072 GPUs for 5 minutes: wall time", f"< {PARTITIONS_WALL_S_MOST:.0f} s", f"{wall_s:.0f} s",
-                  wall_s < PARTITIONS_WALL_S_MOST)  # fmt: skip
+        name = f"3,072 GPUs for 5 minutes: wall time on {PROCESSES} cores"
+        met = wall_s < PARTITIONS_WALL_S_MOST
+        yield Bar(name, f"< {PARTITIONS_WALL_S_MOST:.0f} s", f"{wall_s:.0f} s", met)
 
 
 if __name__ == "__main__":

@@ -173,11 +173,10 @@ def test_what_they_see_has_no_place_for_it(seen: type) -> None:
         NodeLoad: {
             "node_id",
             "role",
-            "queued_tokens",
+            "awaiting_tokens",
             "prompts_tokens",
             "decoding",
             "context_tokens",
-            "held_tokens",
             "l1_tokens",
         },
     }

@@ -36,6 +36,7 @@ MACHINE = NodeConfig(
 @dataclass
 class Prompt:
     context_tokens: int
+    awaits_room: bool = True
 
 
 @dataclass
@@ -44,7 +45,6 @@ class Node:
     running: list[Prompt] = field(default_factory=list)
     decoding: int = 0
     context_tokens: int = 0
-    held_tokens: int = 0
 
 
 class Cluster:
@@ -74,7 +74,7 @@ class Cluster:
 
     def decode(self, node_id: str, requests: int, tokens: int) -> None:
         node = self.nodes[node_id]
-        node.decoding, node.context_tokens, node.held_tokens = requests, tokens, tokens
+        node.decoding, node.context_tokens = requests, tokens
 
 
 # -- Dynamo's planner
@@ -91,18 +91,18 @@ def dynamo(cluster: Cluster) -> tuple[DynamoPlanner, EventHeap]:
 # queues of n0 and n1, KV of n2 and n3 of 10,000 tokens; the split after a look
 CASES = [
     # Both ask: 3 of 4 for prefill; 3P3D, of which prefill has 2; 1P3D; 1P1D, which is 2P2D again.
-    ((1_000, 0), (4_999, 0), "3P1D"),  # a queue as long as a context, and nobody fills half
-    ((1_000, 0), (9_001, 0), "2P2D"),
-    ((99, 99), (9_001, 0), "1P3D"),  # KV is short on a node, and no queue holds a tenth of a context
+    ((1_000, 0), (5_999, 0), "3P1D"),  # a queue as long as a context, and nobody fills 0.6
+    ((1_000, 0), (10_001, 0), "2P2D"),
+    ((99, 99), (10_001, 0), "1P3D"),  # KV is short on a node, and no queue holds a tenth of a context
     ((0, 0), (0, 0), "2P2D"),
     # One asks for more: 3P2D, of which prefill has 2.4; 2P3D, of which it has 1.6.
-    ((1_000, 0), (5_000, 0), "2P2D"),
-    ((99, 100), (9_001, 0), "1P3D"),
+    ((1_000, 0), (6_000, 0), "2P2D"),
+    ((99, 100), (10_001, 0), "1P3D"),
     # One asks for less: a node would be left without a phase.
-    ((999, 0), (4_999, 0), "2P2D"),
-    ((99, 99), (9_000, 9_000), "2P2D"),  # nine tenths are not too full
+    ((999, 0), (5_999, 0), "2P2D"),
+    ((99, 99), (10_000, 10_000), "2P2D"),  # full is not too full
     # Neither asks.
-    ((999, 0), (5_000, 9_000), "2P2D"),
+    ((999, 0), (6_000, 10_000), "2P2D"),
 ]
 
 
@@ -121,6 +121,16 @@ def test_dynamo_brings_what_the_phases_ask_for_to_the_nodes_there_are(
     assert [(switch.at_s, switch.shape, switch.moves) for switch in planner.switches] == (
         [(5.0, after, 1)] if after != "2P2D" else []
     )
+
+
+def test_dynamo_hears_of_no_prompt_that_has_room_where_it_decodes() -> None:
+    """SGLang's prefill nodes count as queued what waits for the decode node's room, and nothing else."""
+    cluster = Cluster("2P2D")
+    cluster.nodes["n0"].queue = [Prompt(5_000, awaits_room=False)]
+    cluster.decode("n2", 1, 10_001)
+    _, events = dynamo(cluster)
+    events.run_until(5.0)
+    assert cluster.shapes[-1] == "1P3D"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ class Fetching:
 
     nodes: Mapping[str, SimNode]
     links: Links
-    copies: int  # of all that is read
 
     def begin(self, leg: PrefillLeg) -> None:
         """Fetch for a prompt in a queue; its node hears of what comes, and when that was all."""
@@ -55,7 +54,7 @@ class Fetching:
                 continue
             reach = holder.kv.pool.matched(names, last, Tier.L2)
             if reach > held:
-                size_bytes = (reach - held) * node.config.block_tokens * node.config.kv_bytes_per_token * self.copies
+                size_bytes = (reach - held) * node.config.block_tokens * node.config.kv_bytes_per_token
                 arrived = partial(self._arrived, leg, number, held, reach)
                 leg.transfer = self.links.send(holder.node_id, node.node_id, size_bytes, arrived)
                 return

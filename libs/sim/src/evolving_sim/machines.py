@@ -18,7 +18,12 @@ Kimi K2.6: d1 = 21 ms, as it has a third more weights, in 384 experts. It comput
 token, hence c1 = 34 µs, and has dense attention, with about 8 times the work per pair: c2 = 2.3 ns. *One factor on both
 is fitted*.
 
-KV: a node's 1 TB of host memory holds 20 million tokens (§4.1), hence 50 kB per token; device memory a quarter of that.
+KV: a node's 1 TB of host memory holds 20 million tokens of GLM-5.2 (§4.1), hence 50 kB per token. Kimi K2.6 has 61
+layers of 576 bytes (its configuration, latent KV in FP8), 35 kB per token, hence 28 million.
+Device memory: 288 GB on each GPU, of which SGLang takes 0.88 for weights and KV (0.85 to 0.92 in its recipes for
+GLM-5.2 on such GPUs). A quarter of the weights, quantized to NVFP4, are 116 GB of GLM-5.2 (434 GiB resident) and 148
+GB of Kimi K2.6 (590 GB); every GPU keeps all KV of its node. That leaves 2.7 and 3.0 million tokens. (§4.1's "4x the
+number of KV tokens that GPU memory holds" can't mean five million: they and the weights would take 366 GB.)
 Fetches: 7 ms in the median of those under 16,000 tokens (§4.1), hence about 100 GB/s.
 """
 
@@ -34,12 +39,16 @@ ASSUMED_GLM_5_2 = NodeConfig(
     decode=DecodeCoefficients(d0_s=0.004, d1_s=0.0154, d2_s=0.0004, experts_per_token=8, experts=256),
     tokens_per_request=4.0,
     accepted_tokens=2.2,
+    l1_tokens=2_700_000,
 )
 ASSUMED_KIMI_K2_6 = NodeConfig(
     prefill=PrefillCoefficients(c0_s=0.015, c1_s=3.4e-5, c2_s=2.3e-9, c3_s=5e-7),
     decode=DecodeCoefficients(d0_s=0.004, d1_s=0.021, d2_s=0.0004, experts_per_token=8, experts=384),
     tokens_per_request=4.0,
     accepted_tokens=2.2,
+    l1_tokens=3_000_000,
+    l2_tokens=28_000_000,
+    kv_bytes_per_token=35e3,
 )
 """What is set by hand, before the fit."""
 

@@ -101,7 +101,7 @@ class SimCluster:
         self.reads = Links(
             self.events,
             {node_id: config.serve_bytes_per_s for node_id, config in configs.items()},
-            {node_id: config.fetch_bytes_per_s for node_id, config in configs.items()},
+            {node_id: self._read_bytes_per_s(config) for node_id, config in configs.items()},
             {node_id: config.fetch_fixed_s for node_id, config in configs.items()},
         )
         rates = {node_id: config.transfer_bytes_per_s for node_id, config in configs.items()}
@@ -112,8 +112,11 @@ class SimCluster:
             self.directory.node_up(node_id, node.kv)
         self.roles = effective_roles(self.split, self.nodes)
         self.changes = RoleChanges(self)
-        self.fetching = Fetching(self.nodes, self.reads, self.arm.read_copies)
+        self.fetching = Fetching(self.nodes, self.reads)
         self.views = Views(self.nodes, self.reads, pool, self._sent)
+
+    def _read_bytes_per_s(self, config: NodeConfig) -> float:
+        return min(config.fetch_bytes_per_s, self.arm.read_tokens_per_s * config.kv_bytes_per_token)
 
     def make_node(self, node_id: str) -> SimNode:
         """A node whose engine is empty."""

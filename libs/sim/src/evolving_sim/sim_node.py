@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from evolving.core.iterations import IterationMeter
 from evolving.core.pool_runs import Use
-from evolving.core.terms import Phase, Tier
+from evolving.core.terms import Phase
 from evolving.core.timemodel import PrefillSums, mixed_iteration_s
 from evolving.core.work import PrefillWork, summed_wait_s
 from evolving_sim.answers import Answers
@@ -153,14 +153,6 @@ class SimNode:
     def context_tokens(self) -> int:
         """Summed over all that decode or will."""
         return self._answers.context_tokens
-
-    @property
-    def held_tokens(self) -> int:
-        """KV in device memory, of running requests and kept of earlier ones, and the room reserved for prompts that are
-        to come; without that for what will be generated."""
-        size = self.config.block_tokens
-        reserved = sum(leg.prefill.context_tokens - leg.kv.blocks * size for leg in self._answers.granted)
-        return self.kv.pool.blocks(Tier.L1) * size + reserved
 
     @property
     def memory_tokens(self) -> int:

@@ -149,10 +149,11 @@ class Arm:
     host_copies: float = 1.0
     # Whether a prompt waits until its decode node has room for it before it is computed, or is computed first.
     reserves_first: bool = False
-    # How often a node reads the same KV from a peer: once, for all of its GPUs, or once for each (§4.1).
-    read_copies: int = 1
+    # Tokens of KV a second that a node reads from its peers' host memory at most, however fast its link is.
+    read_tokens_per_s: float = math.inf
 
     def __post_init__(self) -> None:
-        for name in ("host_copies", "read_copies"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.host_copies < 1:
+            raise ValueError(f"host_copies must be at least 1, got {self.host_copies}")
+        if not self.read_tokens_per_s > 0:
+            raise ValueError(f"read_tokens_per_s must be positive, got {self.read_tokens_per_s}")

@@ -2,14 +2,13 @@
 
 Its default target is `throughput` ("Planner Guide"): every few seconds each phase is looked at for itself. Prefill asks
 for a node more when the queue of any node holds as many prompt tokens as the longest context has, cached or not, and
-for one less when no queue holds a tenth of that. Decode asks for one more when the device memory of any node holds KV
-beyond a threshold, and for one less when that of none does beyond a lower one.
+for one less when no queue holds a tenth of that. Decode asks for one more when the contexts that any node decodes or
+has queued are more than its device memory holds, and for one less when those of no node are 0.6 of that.
 
-What counts as held is a reading of §2.2: "Long agent contexts keep KV utilization on decode nodes persistently high".
-By the paper's own figures (Table 5, Table 8, §4.1) contexts that decode at a moment fill about a fifth of device
-memory, so what is kept of earlier ones counts too.
-Dynamo 1.5 reports those that decode or wait; the first comparison was made with them (0.6 and 1.0 for thresholds), and
-its planner went toward prefill.
+What is queued it hears from the engines, SGLang's (`_build_queued_request_metrics` of its forward pass metrics):
+prefill nodes tell of prompts that wait for room on their decode node, and of no others; decode nodes of all that wait
+for room or for their KV. So a prompt that has room and waits to be computed counts for decode, and prefill seems idle:
+"long agent contexts keep KV utilization on decode nodes persistently high" (§2.2).
 
 The number of nodes is fixed ("pins the total and only redistributes", `min_gpu_budget`). What both phases ask for
 together is brought to it in proportion, prefill's share rounded down where it is too much, up where it is too little
@@ -75,7 +74,7 @@ class DynamoPlanner:
         return SplitShape(prefill, nodes - prefill)
 
     def _prefill_asks(self, loads: Sequence[NodeLoad]) -> int:
-        depths = [load.queued_tokens / self.config.context_tokens for load in loads if load.role is Role.PREFILL]
+        depths = [load.awaiting_tokens / self.config.context_tokens for load in loads if load.role is Role.PREFILL]
         return self._asks(
             len(depths),
             any(depth >= self.config.prefill_up for depth in depths),
@@ -83,7 +82,7 @@ class DynamoPlanner:
         )
 
     def _decode_asks(self, loads: Sequence[NodeLoad]) -> int:
-        used = [load.held_tokens / load.l1_tokens for load in loads if load.role is Role.DECODE]
+        used = [load.context_tokens / load.l1_tokens for load in loads if load.role is Role.DECODE]
         return self._asks(
             len(used),
             any(share > self.config.decode_up for share in used),

@@ -19,6 +19,10 @@ class Prompt(Protocol):
     def context_tokens(self) -> int:
         """Its length, whatever of it is cached."""
 
+    @property
+    def awaits_room(self) -> bool:
+        """On its decode node, without which it isn't computed."""
+
 
 class LoadedNode(Protocol):
     """A node as `node_loads` reads it."""
@@ -38,10 +42,6 @@ class LoadedNode(Protocol):
     @property
     def context_tokens(self) -> int:
         """Summed over those, and those that wait for a slot."""
-
-    @property
-    def held_tokens(self) -> int:
-        """KV in its device memory, of running requests and kept of earlier ones."""
 
 
 class Controlled(Protocol):
@@ -73,11 +73,10 @@ class NodeLoad:
 
     node_id: str
     role: Role
-    queued_tokens: int  # of prompts that wait, cached or not
+    awaiting_tokens: int  # of prompts that wait for room on their decode nodes, cached or not
     prompts_tokens: tuple[int, ...]  # of each that waits or is computed
     decoding: int
     context_tokens: int  # of those and of requests that wait to decode
-    held_tokens: int  # of KV in device memory, in use or kept
     l1_tokens: int  # of KV that its device memory holds
 
 
@@ -92,11 +91,10 @@ def _load(node_id: str, role: Role, cluster: Controlled) -> NodeLoad:
     return NodeLoad(
         node_id=node_id,
         role=role,
-        queued_tokens=sum(queued),
+        awaiting_tokens=sum(prompt.context_tokens for prompt in node.queue if prompt.awaits_room),
         prompts_tokens=(*(prompt.context_tokens for prompt in node.running), *queued),
         decoding=node.decoding,
         context_tokens=node.context_tokens,
-        held_tokens=node.held_tokens,
         l1_tokens=cluster.configs[node_id].l1_tokens,
     )
 

@@ -30,7 +30,7 @@ from evolving_sim.arms.fetching import FetchesAll, FetchesSooner
 from evolving_sim.arms.ours import LeastDecodeCost, LeastPredictedTtft
 from evolving_sim.arms.parameters import (
     KV_ROUTER_WITH_POOL,
-    READS_OF_A_NODE,
+    POOL_READ_TOKENS_PER_S,
     RESTART_S,
     ArrowConfig,
     CacheAffinityConfig,
@@ -99,7 +99,7 @@ _ARMS = (
     ),
     dynamo(),
     # §2.3: Dynamo's KV router, which spreads load evenly, without a pool and with one that is read when prefill starts.
-    # All host memory is that pool: what HiCache keeps of it for each GPU is left out, but each GPU reads.
+    # All host memory is that pool: what HiCache keeps of it for each GPU is left out.
     _without_pool(
         "dynamo-router-static",
         lambda setup: Policies(LeastPrefillCost(KvRouterConfig(), setup.seed), LeastActiveBlocks(setup.seed)),
@@ -112,7 +112,7 @@ _ARMS = (
         EvictionPolicy.LRU,
         FetchMode.AT_START,
         reserves_first=True,
-        read_copies=READS_OF_A_NODE,
+        read_tokens_per_s=POOL_READ_TOKENS_PER_S,
     ),
     arrow(),
 )

@@ -13,10 +13,10 @@ from types import MappingProxyType
 
 # -- host memory
 
-READS_OF_A_NODE = 4
-"""§4.1: where the pool isn't ours each of a node's 4 GPUs reads the node's KV, for latent (MLA) KV isn't divided among
-them. Each keeps it in its own part of host memory too (machines.py, `host_copies`): SGLang's "HiCache System Design"
-has de-duplication for storage below host memory only."""
+POOL_READ_TOKENS_PER_S = 64 * 1024 / 4.2
+"""How fast a pool is read that isn't ours (§2.3). SGLang's HiCache with Mooncake's store as the pool, GLM-5.2: 64K
+tokens that the store has take 4.2 s to the first token (sgl-project/sglang, issue 31600), what little is computed of
+such a prompt included."""
 
 # -- routing: SGLang Model Gateway (§2.3, §5.1)
 
@@ -74,14 +74,14 @@ class DynamoPlannerConfig:
     # When it looks first: once the agents of a run are there, who begin spread over its first minute. An empty cluster
     # asks for less of both phases, and the paper's runs start at the same split under load (§5.1).
     first_look_s: float = 60.0
-    # Thresholds of that target (planner/core/load_scaling.py). Prefill: prompt tokens in a node's queue, whether cached
-    # or not, over `context_tokens`. One more node when any node is at or above, one less when all are below.
+    # Thresholds of that target (planner/core/load_scaling.py). Prefill: prompt tokens that a node says are queued,
+    # cached or not, over `context_tokens`. One more node when any node is at or above, one less when all are below.
     prefill_up: float = 1.0
     prefill_down: float = 0.1
-    # Decode: KV that a node's device memory holds, over all it could. One more node when any node is above, one less
-    # when all are below. Those of Dynamo's load planner, which looks at decode nodes' "KV cache utilization rate".
-    decode_up: float = 0.9
-    decode_down: float = 0.5
+    # Decode: KV of requests that a node decodes or says are queued, over what its device memory holds. One more node
+    # when any node is above, one less when all are below.
+    decode_up: float = 1.0
+    decode_down: float = 0.6
     # Longest context the model takes; an engine's default. GLM-5.2's model card.
     context_tokens: int = 1_048_576
     # min_endpoint: nodes that each phase keeps.
