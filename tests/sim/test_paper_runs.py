@@ -142,8 +142,9 @@ def test_the_best_split_is_the_one_that_serves_most_in_a_search_over_all(monkeyp
     assert all(play.end_s < HOUR.to_s for play in played[:-1])
 
 
-def test_a_spread_is_from_the_least_to_the_greatest() -> None:
-    runs = [outcome(5.0, e2e_s=e2e_s) for e2e_s in (10.0, 10.2, 9.8)]
+def test_a_spread_is_from_the_least_mean_of_seeds_to_the_greatest() -> None:
+    of_seeds = [(10.0 + apart, 10.0, 10.0 - apart) for apart in (0.5, 1.0)] + [(10.2, 10.2, 10.2), (9.0, 9.8, 10.6)]
+    runs = [outcome(5.0, e2e_s=e2e_s) for each in of_seeds for e2e_s in each]
     assert spread_of(HOUR, Metric.E2E_MEAN)(runs) == {Metric.SPREAD: pytest.approx(100.0 * (10.2 / 9.8 - 1.0))}
 
 

@@ -65,7 +65,7 @@ class Fitted:
     gateway_s: float  # until a request is routed: making tokens of 100,000 tokens' text, its way
 
 
-FITTED = Fitted(glm_prefill=1.12, kimi_prefill=1.06, host_copies=3.5, gateway_s=0.7)
+FITTED = Fitted(glm_prefill=1.04, kimi_prefill=1.06, host_copies=3.5, gateway_s=0.7)
 """`python -m evolving_sim.paper.calibration` says how near they come."""
 
 

@@ -40,8 +40,10 @@ from evolving_sim.traced import CLAUDE_CODE_TRACE, TraceKind
 CLAUDE_CODE = TraceKind("claude code", CLAUDE_CODE_TRACE, think_s_max=1800.0, compression=5.1, output_scale=1.9)
 AGENTS_PER_CODING_AGENT = 1.25
 """So many recorded agents at a time for one of the paper's, whose sub-agents run beside it; see above."""
-ARRIVALS_PER_CODING_AGENT = 4.9
-"""So many recorded sessions make the requests of one agent of the paper: 338, amid 301 and 376; see above."""
+ARRIVALS_PER_CODING_AGENT = 6.0
+"""So many recorded sessions stand for one agent of the paper that arrives. *Fitted* to static SGLang where 1.0 arrive a
+minute (Table 6, median E2E; paper/calibration.py). 4.9 of them make as many requests, 338, amid 301 and 376; but they
+come one by one, and load a cluster more evenly than one agent with its sub-agents does."""
 
 # Coding, drawn: where a run must not take recorded sessions one by one, but agents alike in the mean.
 # Pauses: Table 3's 12.9 s. Outputs: the recording's spread, and the mean that Table 8's decode time gives,

@@ -7,7 +7,7 @@ nodes' queues it knows here at once and exactly; of what they hold it knows what
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from evolving.core.config import EvictionPolicy, FetchRule
@@ -87,7 +87,7 @@ class SimCluster:
     _numbered: int = field(init=False, default=0)  # prefill legs
 
     def __post_init__(self) -> None:
-        configs = dict(sorted(self.configs.items()))
+        self.configs = configs = {node_id: self._restoring(config) for node_id, config in sorted(self.configs.items())}
         first = next(iter(configs.values()))
         pool = self.arm.fetch is not FetchMode.NONE
         rule = FetchRule.SOONER if pool else FetchRule.NEVER
@@ -101,7 +101,7 @@ class SimCluster:
         self.reads = Links(
             self.events,
             {node_id: config.serve_bytes_per_s for node_id, config in configs.items()},
-            {node_id: self._read_bytes_per_s(config) for node_id, config in configs.items()},
+            {node_id: config.fetch_bytes_per_s for node_id, config in configs.items()},
             {node_id: config.fetch_fixed_s for node_id, config in configs.items()},
         )
         rates = {node_id: config.transfer_bytes_per_s for node_id, config in configs.items()}
@@ -115,8 +115,10 @@ class SimCluster:
         self.fetching = Fetching(self.nodes, self.reads)
         self.views = Views(self.nodes, self.reads, pool, self._sent)
 
-    def _read_bytes_per_s(self, config: NodeConfig) -> float:
-        return min(config.fetch_bytes_per_s, self.arm.read_tokens_per_s * config.kv_bytes_per_token)
+    def _restoring(self, config: NodeConfig) -> NodeConfig:
+        """No faster than the arm does it."""
+        c3_s = max(config.prefill.c3_s, 1.0 / self.arm.restored_tokens_per_s)
+        return replace(config, prefill=replace(config.prefill, c3_s=c3_s))
 
     def make_node(self, node_id: str) -> SimNode:
         """A node whose engine is empty."""

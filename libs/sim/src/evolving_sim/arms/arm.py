@@ -149,11 +149,11 @@ class Arm:
     host_copies: float = 1.0
     # Whether a prompt waits until its decode node has room for it before it is computed, or is computed first.
     reserves_first: bool = False
-    # Tokens of KV a second that a node reads from its peers' host memory at most, however fast its link is.
-    read_tokens_per_s: float = math.inf
+    # Tokens of KV a second that come from host memory into a node's device memory at most, whatever its c3 is.
+    restored_tokens_per_s: float = math.inf
 
     def __post_init__(self) -> None:
         if self.host_copies < 1:
             raise ValueError(f"host_copies must be at least 1, got {self.host_copies}")
-        if not self.read_tokens_per_s > 0:
-            raise ValueError(f"read_tokens_per_s must be positive, got {self.read_tokens_per_s}")
+        if not self.restored_tokens_per_s > 0:
+            raise ValueError(f"restored_tokens_per_s must be positive, got {self.restored_tokens_per_s}")

@@ -99,7 +99,7 @@ _ARMS = (
     ),
     dynamo(),
     # §2.3: Dynamo's KV router, which spreads load evenly, without a pool and with one that is read when prefill starts.
-    # All host memory is that pool: what HiCache keeps of it for each GPU is left out.
+    # All host memory is that pool: HiCache's own part of it holds about what device memory does (parameters.py).
     _without_pool(
         "dynamo-router-static",
         lambda setup: Policies(LeastPrefillCost(KvRouterConfig(), setup.seed), LeastActiveBlocks(setup.seed)),
@@ -112,7 +112,7 @@ _ARMS = (
         EvictionPolicy.LRU,
         FetchMode.AT_START,
         reserves_first=True,
-        read_tokens_per_s=POOL_READ_TOKENS_PER_S,
+        restored_tokens_per_s=POOL_READ_TOKENS_PER_S,
     ),
     arrow(),
 )

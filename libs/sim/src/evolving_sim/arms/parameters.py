@@ -16,7 +16,8 @@ from types import MappingProxyType
 POOL_READ_TOKENS_PER_S = 64 * 1024 / 4.2
 """How fast a pool is read that isn't ours (§2.3). SGLang's HiCache with Mooncake's store as the pool, GLM-5.2: 64K
 tokens that the store has take 4.2 s to the first token (sgl-project/sglang, issue 31600), what little is computed of
-such a prompt included."""
+such a prompt included. The store serves a node's own part of it as it serves others'. HiCache keeps KV in host memory
+for itself too, which takes four copies beside the store's, so that it can't hold much more than device memory does."""
 
 # -- routing: SGLang Model Gateway (§2.3, §5.1)
 

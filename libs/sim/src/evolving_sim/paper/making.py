@@ -95,7 +95,7 @@ def _wanted(*, quick: bool, only: Sequence[str]) -> dict[Place, Source]:
     if not quick:
         return wanted
     return {
-        place: replace(source, plays=tuple(shortened(play, QUICK_SHARE) for play in source.plays))
+        place: replace(source, plays=(shortened(source.plays[0], QUICK_SHARE),))  # the first seed alone
         for place, source in wanted.items()
         if place in QUICK
     }

@@ -20,7 +20,7 @@ SIMULATED = (
 )
 
 DIFFERENCES = """What is not as in the paper, beside that it is simulated:
-- each system was played once with each load, with one seed;
+- each system was played once with each load, with one seed; in §5.3, §5.5 and Tables 8 and D.5 with three;
 - CC is another recording of Claude Code than the paper's, changed to be as heavy (mixes.py); Putnam and OSWorld are
   drawn to what the paper publishes of them, with prompts of assumed lengths;
 - KV is kept in blocks of 256 tokens;
