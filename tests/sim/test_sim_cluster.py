@@ -4,6 +4,7 @@ anywhere."""
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import subprocess
 import sys
@@ -35,6 +36,18 @@ def digest(run: Run) -> str:
 def switch(run: Run, shape: str, epoch: int) -> None:
     roles = assign(SplitShape.parse(shape), run.cluster.split.roles, run.cluster.nodes)
     run.cluster.change(Split(epoch, roles))
+
+
+def test_host_memory_comes_no_faster_than_the_arm_has_it() -> None:
+    """§2.3: the time it takes adds to prefill."""
+    start = scenario("2P2D")
+    machine, arm = replace(start.machine, l1_tokens=50_000), ARMS["dynamo-router-pool"]
+    waits_s = []
+    for rate in (math.inf, 2_000.0):
+        run = Run(replace(start, machine=machine, arm=replace(arm, restored_tokens_per_s=rate)))
+        run.until(120.0)
+        waits_s.append(run.results.between(0.0, 120.0).ttft_s_mean)
+    assert waits_s[1] > waits_s[0]
 
 
 @settings(max_examples=15)
