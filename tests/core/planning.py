@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from hypothesis import strategies as st
@@ -69,6 +70,7 @@ MODELS = st.builds(
     new_tokens_per_iteration=st.floats(1, 8192),
     decode_slots=st.integers(1, 64),
     tokens_per_request=st.sampled_from([1.0, 3.0]),
+    decode_tokens=st.sampled_from([math.inf, 2e5, 1e6, 4e6]),
 )
 WORKS = st.builds(mean_work, st.integers(1, 20_000), st.integers(0, 100_000), st.floats(0.5, 2000))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -29,6 +30,11 @@ def seconds(model: NodeModel, batch: float, work: MeanWork) -> float:
     return model.decode.decode_iteration_s(batch, batch * work.context_tokens, model.tokens_per_request)
 
 
+def at_once(model: NodeModel, work: MeanWork) -> float:
+    """Requests that have a slot and room."""
+    return max(1.0, min(model.decode_slots, model.decode_tokens / work.context_tokens))
+
+
 def spread(models: list[NodeModel], work: MeanWork, open_requests: float) -> list[float]:
     """B of each node. `Kinds` counts equal models once, so look each of them up."""
     kinds = Kinds(models)
@@ -48,8 +54,9 @@ def naive_spread(models: list[NodeModel], work: MeanWork, open_requests: float, 
         _, _, i = heapq.heappop(queue)
         given_out[i] += 1
         batch = given_out[i] * portion
-        if batch + portion <= models[i].decode_slots + 1e-9:
-            heapq.heappush(queue, (seconds(models[i], batch, work), batch / models[i].decode_slots, i))
+        most = at_once(models[i], work)
+        if batch + portion <= most + 1e-9:
+            heapq.heappush(queue, (seconds(models[i], batch, work), batch / most, i))
     return [count * portion for count in given_out]
 
 
@@ -104,7 +111,7 @@ def test_requests_are_spread_so_that_iterations_take_equally_long(
     models: list[NodeModel], work: MeanWork, open_requests: float
 ) -> None:
     batches = spread(models, work, open_requests)
-    slots = [model.decode_slots for model in models]
+    slots = [at_once(model, work) for model in models]
     assert sum(batches) == pytest.approx(min(open_requests, sum(slots)), rel=1e-9, abs=1e-9)
     assert all(-1e-9 <= batch <= most + 1e-9 for batch, most in zip(batches, slots, strict=True))
     times_s = [seconds(model, batch, work) for model, batch in zip(models, batches, strict=True)]
@@ -167,6 +174,19 @@ def test_a_fast_node_takes_more_of_the_requests() -> None:
     assert fast > 2 * slow
 
 
+def test_a_node_decodes_no_more_requests_than_have_room() -> None:
+    """WORK's contexts have 160 tokens: memory for four of them is like four slots, for none like one."""
+    nodes = np.array([[3]])
+    for tokens, slots in ((640, 4), (100, 1), (16_000, 8)):
+        rate, like = (
+            Kinds([model]).decode_rates(nodes, WORK, 100.0)
+            for model in (replace(NODE, decode_tokens=tokens), replace(NODE, decode_slots=slots))
+        )
+        assert rate == pytest.approx(like)
+    four = replace(NODE, decode_tokens=640)
+    assert spread([NODE, four], WORK, 12) == pytest.approx([8, 4])
+
+
 def test_work_and_models_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="query_key_pairs"):
         MeanWork(1, math.nan, 0, 0, 1)
@@ -174,6 +194,8 @@ def test_work_and_models_that_cannot_be_are_refused() -> None:
         MeanWork(1, 1, -1, 0, 1)
     with pytest.raises(ValueError, match="decode_slots"):
         NodeModel(PREFILL, DECODE, 200, 0)
+    with pytest.raises(ValueError, match="decode_tokens"):
+        NodeModel(PREFILL, DECODE, 200, 1, decode_tokens=0)
     with pytest.raises(ValueError, match="prefill iteration"):
         NodeModel(PrefillCoefficients(0, 0, 0), DECODE, 200, 1)
     with pytest.raises(ValueError, match="decode iteration"):

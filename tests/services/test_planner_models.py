@@ -55,6 +55,21 @@ def give(book: ModelBook, node: str, of: Sequence[IterationWindow], ended_s: flo
 CONFIGURED = node_registration("a").prefill_coefficients
 
 
+def test_alike_nodes_have_the_memory_of_the_least_so_that_they_stay_alike() -> None:
+    registered = (
+        nodes("a", l1_tokens=10_000) | nodes("b", l1_tokens=9_900) | nodes("c", model="other", l1_tokens=20_000)
+    )
+    registered |= nodes("d", model="tiny", l1_tokens=0)
+    found = ModelBook(CONFIG).in_force(registered)
+    assert {node_id: model.decode_tokens for node_id, model in found.items()} == {
+        "a": 7_900,
+        "b": 7_900,
+        "c": 18_000,
+        "d": 1,
+    }
+    assert found["a"] == found["b"]
+
+
 def test_a_phase_is_fitted_as_soon_as_it_has_rows_enough_whatever_the_other_has() -> None:
     book, registered = ModelBook(CONFIG), nodes("a")
     rows = windows(20)

@@ -176,6 +176,7 @@ class PlannerLoop:
                 new_tokens_per_iteration=max(1.0, mixes[node_id].new_tokens_per_iteration or config.chunk_tokens),
                 decode_slots=config.decode_slots,
                 tokens_per_request=config.tokens_per_request,
+                decode_tokens=config.l1_tokens - config.reserve_tokens,
             )
             for node_id, config in configs.items()
         }

@@ -173,15 +173,21 @@ class ModelBook:
 
     def in_force(self, registrations: Mapping[str, NodeRegistration]) -> dict[str, NodeModel]:
         """What predictions use, by node. A node whose configured coefficients say that work takes no time, and that
-        nobody fitted, is left out."""
+        nobody fitted, is left out. Of alike nodes each has as much memory as the one with the least: engines measure
+        what is left for KV, and the planner counts equal models together."""
         with self._lock:
             found = self._resolve(registrations)
+        decode_tokens: dict[Facts, int] = {}
+        for each in registrations.values():
+            facts, tokens = facts_of(each), max(1, each.l1_tokens - each.reserve_tokens)
+            decode_tokens[facts] = min(tokens, decode_tokens.get(facts, tokens))
         return {
             node_id: NodeModel(
                 prefill=model.prefill.coefficients,
                 decode=model.decode.coefficients,
                 new_tokens_per_iteration=model.new_tokens_per_iteration,
                 decode_slots=registrations[node_id].decode_slots,
+                decode_tokens=decode_tokens[facts_of(registrations[node_id])],
             )
             for node_id, model in found.items()
             if prefill_takes_time(model.prefill.coefficients) and decode_takes_time(model.decode.coefficients)

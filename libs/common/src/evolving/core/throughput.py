@@ -58,8 +58,11 @@ class NodeModel:
     new_tokens_per_iteration: float  # ū; the chunk size where nothing was observed
     decode_slots: int  # most requests decoded at once
     tokens_per_request: float = 1.0  # t_fwd, tokens a request feeds per decode iteration
+    decode_tokens: float = math.inf  # KV that its device memory holds of requests that decode
 
     def __post_init__(self) -> None:
+        if not self.decode_tokens >= 1:
+            raise ValueError(f"NodeModel.decode_tokens must be at least 1, got {self.decode_tokens}")
         for name in ("new_tokens_per_iteration", "decode_slots", "tokens_per_request"):
             value = getattr(self, name)
             if not math.isfinite(value) or value < 1:
@@ -165,7 +168,7 @@ class IterationTimes:
                 for share, model in zip(shares, models, strict=True)
             ]
         )
-        self.slots = np.array([float(model.decode_slots) for model in models])
+        self.slots = np.array([_requests_at_once(model, context_tokens) for model in models])
         self._least_s = self.seconds(np.ones(len(models)))
         self._most_s = self.seconds(self.slots)
 
@@ -175,7 +178,8 @@ class IterationTimes:
         return np.asarray(self._fixed_s + self._experts_s * share + self._request_s * batch, dtype=np.float64)
 
     def spread(self, counts: CountArray, open_requests: float) -> FloatArray:
-        """B_n with equal T_D(B_n) and Σ B_n = min(open_requests, Σ slots), as routing to the soonest node would.
+        """B_n with equal T_D(B_n) and Σ B_n = min(open_requests, Σ slots), as routing to the soonest node would. Slots
+        are as many as have room in device memory, on average.
 
         A full node stays at its slots, one slower with a single request than the others with theirs gets none.
         Shape: (rows, kinds).
@@ -223,6 +227,12 @@ class IterationTimes:
                 break
         within = np.where(level_s >= self._most_s, self.slots, batch)
         return np.asarray(np.where(level_s < self._least_s, 0.0, within), dtype=np.float64)
+
+
+def _requests_at_once(model: NodeModel, context_tokens: float) -> float:
+    """As many as it has slots and memory for, on average; one always."""
+    fitting = model.decode_tokens / context_tokens if context_tokens else math.inf
+    return max(1.0, min(float(model.decode_slots), fitting))
 
 
 def _require_both_phases(work: MeanWork) -> None:
