@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from hypothesis import strategies as st
@@ -11,7 +10,7 @@ from evolving.core.config import Gate, PlannerConfig
 from evolving.core.planner import Split
 from evolving.core.slices import Slice
 from evolving.core.terms import Role
-from evolving.core.throughput import MeanWork, NodeModel
+from evolving.core.throughput import MEMORY_WITHOUT_LIMIT, MeanWork, NodeModel
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients
 from evolving.core.work import query_key_pairs
 
@@ -70,7 +69,7 @@ MODELS = st.builds(
     new_tokens_per_iteration=st.floats(1, 8192),
     decode_slots=st.integers(1, 64),
     tokens_per_request=st.sampled_from([1.0, 3.0]),
-    decode_tokens=st.sampled_from([math.inf, 2e5, 1e6, 4e6]),
+    decode_tokens=st.sampled_from([MEMORY_WITHOUT_LIMIT, 200_000, 1_000_000, 4_000_000]),
 )
 WORKS = st.builds(mean_work, st.integers(1, 20_000), st.integers(0, 100_000), st.floats(0.5, 2000))
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Generic
+from typing import Annotated, Generic
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from evolving.core.fit import Coefficients, Fitted
 from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients, decode_takes_time, prefill_takes_time
 from evolving.runtime.keys import BadRecord, NodeRegistration
+
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 _ROWS_MAX = 2**32 - 1  # what a message holds
 
@@ -29,8 +31,8 @@ class Facts:
     kv_bytes_per_token: int
     experts: int
     experts_per_token: int
-    prefill_coefficients: tuple[float, float, float, float, float]  # c0..c4, as configured
-    decode_coefficients: tuple[float, float, float, float]  # d0..d3, as configured
+    prefill_coefficients: tuple[_Finite, _Finite, _Finite, _Finite, _Finite]  # c0..c4, as configured
+    decode_coefficients: tuple[_Finite, _Finite, _Finite, _Finite]  # d0..d3, as configured
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,9 @@ from evolving.core.timemodel import DecodeCoefficients, PrefillCoefficients, Pre
 FloatArray = npt.NDArray[np.float64]
 CountArray = npt.NDArray[np.int64]
 
+MEMORY_WITHOUT_LIMIT = 2**53
+"""Tokens; a number that JSON and floats hold exactly."""
+
 _LEVEL_STEPS = 32  # halvings of the iteration time all decode nodes share; what is left is interpolated
 _INVERSE_STEPS_MAX = 64
 _INVERSE_PRECISION = 1e-10
@@ -58,7 +61,7 @@ class NodeModel:
     new_tokens_per_iteration: float  # ū; the chunk size where nothing was observed
     decode_slots: int  # most requests decoded at once
     tokens_per_request: float = 1.0  # t_fwd, tokens a request feeds per decode iteration
-    decode_tokens: float = math.inf  # KV that its device memory holds of requests that decode
+    decode_tokens: int = MEMORY_WITHOUT_LIMIT  # KV that its device memory holds of requests that decode
 
     def __post_init__(self) -> None:
         if not self.decode_tokens >= 1:
