@@ -145,7 +145,13 @@ def test_the_best_split_is_the_one_that_serves_most_in_a_search_over_all(monkeyp
 def test_a_spread_is_from_the_least_mean_of_seeds_to_the_greatest() -> None:
     of_seeds = [(10.0 + apart, 10.0, 10.0 - apart) for apart in (0.5, 1.0)] + [(10.2, 10.2, 10.2), (9.0, 9.8, 10.6)]
     runs = [outcome(5.0, e2e_s=e2e_s) for each in of_seeds for e2e_s in each]
-    assert spread_of(HOUR, Metric.E2E_MEAN)(runs) == {Metric.SPREAD: pytest.approx(100.0 * (10.2 / 9.8 - 1.0))}
+    combined = spread_of(HOUR, Metric.E2E_MEAN)(runs)
+    assert combined == {Metric.SPREAD: pytest.approx(100.0 * (10.2 / 9.8 - 1.0)), Metric.FINAL_SPLITS: 1.0}
+
+
+def test_first_splits_that_end_on_one_only_on_average_do_not_end_on_one() -> None:
+    runs = [outcome(5.0, shape) for _ in range(2) for shape in ("3P6D", "4P5D", "5P4D")]
+    assert spread_of(HOUR, Metric.E2E_MEAN)(runs)[Metric.FINAL_SPLITS] == 3.0
 
 
 def test_partitions_serve_together_and_the_widest_move_counts() -> None:

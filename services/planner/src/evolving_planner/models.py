@@ -177,17 +177,18 @@ class ModelBook:
         what is left for KV, and the planner counts equal models together."""
         with self._lock:
             found = self._resolve(registrations)
+        facts = {node_id: facts_of(registration) for node_id, registration in registrations.items()}
         decode_tokens: dict[Facts, int] = {}
-        for each in registrations.values():
-            facts, tokens = facts_of(each), max(1, each.l1_tokens - each.reserve_tokens)
-            decode_tokens[facts] = min(tokens, decode_tokens.get(facts, tokens))
+        for node_id, each in registrations.items():
+            tokens = max(1, each.l1_tokens - each.reserve_tokens)
+            decode_tokens[facts[node_id]] = min(tokens, decode_tokens.get(facts[node_id], tokens))
         return {
             node_id: NodeModel(
                 prefill=model.prefill.coefficients,
                 decode=model.decode.coefficients,
                 new_tokens_per_iteration=model.new_tokens_per_iteration,
                 decode_slots=registrations[node_id].decode_slots,
-                decode_tokens=decode_tokens[facts_of(registrations[node_id])],
+                decode_tokens=decode_tokens[facts[node_id]],
             )
             for node_id, model in found.items()
             if prefill_takes_time(model.prefill.coefficients) and decode_takes_time(model.decode.coefficients)

@@ -125,19 +125,14 @@ def _eviction(measured: Measured) -> list[Check]:
 
 def _stability(measured: Measured) -> list[Check]:
     claim = f"mean E2E from four first splits within {SPREAD_MOST_PERCENT} %"
-    spread = measured.get((CONVERGENCE, "mean E2E from four splits", Side.OURS), {}).get(Metric.SPREAD)
-    ends = [
-        measured.get((CONVERGENCE, f"CC (126), from {shape}", Side.OURS), {}).get(Metric.PREFILL_NODES)
-        for shape in CONVERGENCE_SHAPES
-    ]
+    converged = measured.get((CONVERGENCE, "mean E2E from four splits", Side.OURS), {})
+    spread, ends = converged.get(Metric.SPREAD), converged.get(Metric.FINAL_SPLITS)
     one = "four first splits end on one"
     checks = [
         Check(3, claim, None, "not played")
         if spread is None
         else Check(3, claim, spread <= SPREAD_MOST_PERCENT, f"{spread:.1f} %"),
-        Check(3, one, None, "not played")
-        if None in ends
-        else Check(3, one, len(set(ends)) == 1, ", ".join(f"{nodes:g}P" for nodes in ends if nodes is not None)),
+        Check(3, one, None, "not played") if ends is None else Check(3, one, ends == 1, f"{ends:g}, all seeds"),
     ]
     claim = f"adapting costs at most {ADAPTATION_MOST:.1%} of the throughput on the best split"
     adapted, fixed = (

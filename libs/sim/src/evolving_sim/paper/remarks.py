@@ -23,25 +23,26 @@ REMARKS: Mapping[tuple[str, str], str] = {
         "agents, which stickiness sends to one node."
     ),
     ("Table 3", ""): (
-        "Ours is within a tenth of the paper's with computer use, 90 and 108 coding agents, and up to a fifth faster "
-        "with Putnam and 126 coding agents. Dynamo is within a fifth with Putnam and a quarter with computer use. "
-        "With coding agents it collapses once its planner leaves three nodes to prefill or fewer (§2.1)."
+        "Ours is within an eighth of the paper's with computer use, 90 and 108 coding agents, and up to a fifth "
+        "faster with Putnam and 126 coding agents. Dynamo is within a fifth with Putnam, its throughput within a "
+        "quarter with computer use. With coding agents it collapses once its planner leaves three nodes to prefill or "
+        "fewer (§2.1)."
     ),
     ("Table 4", ""): (
         "All ratios to the best static split are within a quarter. In the first hour ours and SGLang serve a seventh "
         "to a quarter less than the paper's, Dynamo more: lengths of Putnam's prompts with this model are assumed."
     ),
     ("Table 5", ""): (
-        "SGLang's numbers are within a fifth of the paper's, but for two. Its best split of OSWorld is 7P2D here, 13 "
-        "% before the paper's 6P3D, which serves 3.1 requests/s as in the paper; of 90 coding agents 5P4D, 1.4 % "
+        "SGLang's numbers are within a fifth of the paper's, but for three. Its best split of OSWorld is 7P2D here, "
+        "13 % before the paper's 6P3D, which serves 3.1 requests/s as in the paper; of 90 coding agents 5P4D, 1.4 % "
         "before 4P5D. Of 90 coding agents the best split of ours is 4P5D here, 0.2 % before 3P6D, hence its shorter "
         "waits."
     ),
     ("Table 6", ""): (
-        "Static SGLang keeps to the paper's values at 0.5 and 1.0 a minute, though only one median was fitted. From "
-        "1.25 on its host memory is full and it collapses, as the paper's does at 1.5. Ours sustains 1.5 here; the "
-        "paper's is beyond its limit from 1.25, as it serves 6.3 requests/s at most and ours 7.0. At 1.25 and 1.5 the "
-        "paper has Dynamo ahead of everyone: with it waits are shorter than at 1.0, for which it gives no reason."
+        "Static SGLang's medians are within a fifth of the paper's at 0.5 and 1.0 a minute, of which one was fitted. "
+        "From 1.25 on its host memory is full and it collapses, as the paper's does at 1.5. Ours sustains 1.5 here; "
+        "the paper's is beyond its limit from 1.25, as it serves 6.3 requests/s at most and ours 7.0. At 1.25 and 1.5 "
+        "the paper has Dynamo ahead of everyone: with it waits are shorter than at 1.0, for which it gives no reason."
     ),
     ("Table 8", ""): (
         "Of SGLang's row throughput and lost reuse are fitted; TTFT, E2E and the tokens computed are not, and are "

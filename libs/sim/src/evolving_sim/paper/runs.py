@@ -91,12 +91,14 @@ def of(stretch: Stretch) -> Combine:
 
 
 def spread_of(stretch: Stretch, metric: Metric) -> Combine:
-    """By how many percent the greatest is above the least, of the first splits' means over the seeds."""
+    """By how many percent the greatest is above the least, of the first splits' means over the seeds; and how many
+    splits all those runs ended on."""
 
     def combine(outcomes: Sequence[Outcome]) -> dict[Metric, float]:
         values = [outcome.stretches[stretch.name][metric] for outcome in outcomes]
         means = [statistics.fmean(values[at : at + len(SEEDS)]) for at in range(0, len(values), len(SEEDS))]
-        return {Metric.SPREAD: 100.0 * (max(means) / min(means) - 1.0)}
+        ends = {outcome.final_shape for outcome in outcomes}
+        return {Metric.SPREAD: 100.0 * (max(means) / min(means) - 1.0), Metric.FINAL_SPLITS: float(len(ends))}
 
     return combine
 
